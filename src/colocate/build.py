@@ -232,7 +232,8 @@ def build_agreement(
     engine: RolloutEngine, policy: Policy, sampling: SamplingParams, args: GRPOConfig
 ) -> Agreement:
     is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
-    return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise)
+    is_8bit = args.rollout_precision != "bf16"
+    return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise, is_8bit=is_8bit)
 
 
 def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:

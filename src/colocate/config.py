@@ -22,7 +22,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.batch_sizes import derive_batch_sizes
-from colocate.engines.build import ENGINES, OLDER_NAMES
+from colocate.engines.build import ENGINES, OLDER_NAMES, ROLLOUT_PRECISIONS
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
@@ -55,6 +55,7 @@ from colocate.requirements import (
     choices_of,
     ranges_of,
 )
+from colocate.rollout_precision import resolve_correction
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
     """How many tokens the KV cache holds. None: as many as a rollout can use, if memory allows."""
+    rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS)] = "bf16"
+    """In how many bits the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
+    values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
+    multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     temperature: Annotated[float, POSITIVE] = 1.0
     """What the logits are divided by, both when completions are sampled and when they are trained on."""
@@ -398,7 +403,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         notices = translate(self, os.environ) + resolve(self, {f.name: default_of(f) for f in fields(self)})
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "rollout_server"
-        notices += check_support(self)
+        notices += check_support(self) + resolve_correction(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         for name, choices in (CHOICES | choices_of(GRPOConfig)).items():

@@ -34,6 +34,7 @@ from colocate.requirements import (
     Requirement,
     check_choice,
 )
+from colocate.rollout_precision import check_precision
 
 
 def _names(text: str) -> frozenset[str]:
@@ -318,6 +319,7 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
     else:
         judged = waiting
     defaults = {field.name: default_of(field) for field in fields(config)}
+    check_precision(config, engine)
     for name, remedy in REPLACED_BY.get(engine, {}).items():
         if getattr(config, name) != defaults[name]:
             value = shown(getattr(config, name), name)

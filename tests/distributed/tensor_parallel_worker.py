@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from engine_models import make_lora, make_model, make_prompts, randomise_adapters
 
-from colocate.engines.native import all_reduce, capacity
+from colocate.engines.native import all_reduce, capacity, tensor_parallel
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.gathered_engine import GatheredEngine
@@ -148,7 +148,7 @@ def imitated_symmetric_memory() -> Iterator[None]:
         patch(_symmetric_memory, "empty", torch.empty)
         patch(_symmetric_memory, "rendezvous", lambda tensor, group: None)
         patch(all_reduce, "ONE_SHOT_BYTES", 4 * 32 * 4)
-        patch(native_engine, "make_sum", all_reduce.SymmetricSum)
+        patch(tensor_parallel, "make_sum", all_reduce.SymmetricSum)
         yield
 
 
@@ -236,12 +236,12 @@ def without_memory(mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     engine.wake_up()
     gated, num_calls = engine._backend.gated_linear, 0
 
-    def failing(*arguments: Any) -> torch.Tensor:
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
         if part.index == 1 and num_calls == 3:
             raise torch.OutOfMemoryError("injected")
-        return gated(*arguments)
+        return gated(*arguments, **options)
 
     engine._backend.gated_linear = failing  # type: ignore[method-assign]
     prompts = share_of(mesh.weight_part, mesh.num_weight_parts)

@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from colocate.engines.native import decoder as decoders
 from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.scheduler import Prefill
@@ -46,7 +47,7 @@ def rollout(model: torch.nn.Module) -> dict[str, int]:
     fuse_parameters(layout, room_for_adapters=True)
     weights = RolloutWeights(stacks_adapters=True)
     weights.prepare(layout)
-    decoder = Decoder(cache, weights, backend, layout, max_num_seqs=40, max_len=64)
+    decoder = Decoder(cache, weights, EightBitWeights(), backend, layout, max_num_seqs=40, max_len=64)
     decoder.start_rollout(SamplingParams(max_tokens=8))
     prefills = [Prefill(tuple(range(1, 33)), 0, (0, 1))]
     state = [tensor.clone() for tensor in decoder.batch.save()]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colocate.kernels import decode_attention as attention
+from colocate.kernels import e4m3
 from colocate.kernels import prefixes as prefixes_module
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, rms_norm, rotate
@@ -45,6 +46,7 @@ class Case:
     offset: float | None = None
     seed: int = 0
     is_page_major: bool = True
+    is_8bit: bool = False
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def make(self, device: torch.device) -> Case:
@@ -74,20 +76,24 @@ class Case:
         generator = torch.Generator().manual_seed(self.seed)
 
         def poisoned(*shape: int) -> Tensor:
-            return torch.full(shape, NAN, dtype=self.dtype)
+            if self.is_8bit:  # NaN as values, an infinite factor as exponents
+                return torch.full((*shape, self._head_block), 255, dtype=torch.uint8)
+            return torch.full((*shape, self._head_block), NAN, dtype=self.dtype)
 
-        inner = (self.num_kv_heads, self.page_size, self.head_dim)
         if self.is_page_major:
-            caches = poisoned(num_pages + 2, 3, 2, *inner)[:, 1].transpose(0, 1)
+            caches = poisoned(num_pages + 2, 3, 2, self.num_kv_heads)[:, 1].transpose(0, 1)
         else:
-            caches = poisoned(2, num_pages + 2, *inner)
+            caches = poisoned(2, num_pages + 2, self.num_kv_heads)
+        written = set()
         for row, pages in enumerate(tables):
             table[row, : len(pages)] = places[pages]
             for index, page in enumerate(places[pages].tolist()):
                 used = min(max(contexts[row] - 1 - index * self.page_size, 0), self.page_size)
-                if used and caches[0, page, :, :used].isnan().any():
+                if used and (page, used) not in written:
+                    written.add((page, used))
                     values = torch.randn(2, self.num_kv_heads, used, self.head_dim, generator=generator)
-                    caches[:, page, :, :used] = values.to(self.dtype)
+                    for which in (0, 1):
+                        self._write(caches[which], page, slice(used), values[which])
         fused = torch.randn(
             num_rows, self.num_heads + 2 * self.num_kv_heads + 1, self.head_dim, generator=generator
         )
@@ -108,13 +114,40 @@ class Case:
         self.inputs = dict(
             qkv=fused.to(self.dtype).to(device)[:, :-1],
             slots=torch.tensor(slots, dtype=torch.int32, device=device),
-            k_cache=on_device[0],
-            v_cache=on_device[1],
+            k_cache=self._values(on_device[0]),
+            v_cache=self._values(on_device[1]),
             block_tables=torch.from_numpy(table).to(device)[:, : width - 1],
             context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         )
         self._store_new(caches)
         return self
+
+    @property
+    def _head_block(self) -> int:
+        """Elements of one head's part of a page."""
+        size = self.page_size * self.head_dim
+        return size + self.page_size if self.is_8bit else size
+
+    def _values(self, cache: Tensor) -> Tensor:
+        """The values [pages, K, page_size, D] in a cache [pages, K, head_block]."""
+        values = cache[..., : self.page_size * self.head_dim].unflatten(-1, (self.page_size, self.head_dim))
+        return values.view(torch.float8_e4m3fn) if self.is_8bit else values
+
+    def _write(self, cache: Tensor, page: int, tokens: slice | int, heads: Tensor) -> None:
+        """Store heads [K, tokens, D], or [K, D] of one token."""
+        if not self.is_8bit:
+            self._values(cache)[page, :, tokens] = heads.to(self.dtype)
+            return
+        values, exponents = e4m3.quantize(heads.to(self.dtype))
+        self._values(cache).view(torch.uint8)[page, :, tokens] = values.view(torch.uint8)
+        cache[page, :, self.page_size * self.head_dim :][:, tokens] = exponents
+
+    def _read(self, cache: Tensor) -> Tensor:
+        """What a cache [pages, K, head_block] holds, [pages, K, page_size, D] float64."""
+        if not self.is_8bit:
+            return self._values(cache).double()
+        exponents = cache[..., self.page_size * self.head_dim :, None].double()
+        return self._values(cache).double() * 2 ** (exponents - 127)
 
     def _store_new(self, caches: Tensor) -> None:
         """Keep what the storage must hold afterwards, and the queries as attention sees them."""
@@ -134,8 +167,11 @@ class Case:
         for row, slot in enumerate(self.inputs["slots"].tolist()):
             if slot >= 0:
                 page, offset = divmod(slot, self.page_size)
-                self._expected_caches[0, page, :, offset] = rotated_k[row]
-                self._expected_caches[1, page, :, offset] = v[row]
+                self._write(self._expected_caches[0], page, offset, rotated_k[row])
+                self._write(self._expected_caches[1], page, offset, v[row])
+
+    def _all(self, storage: Tensor) -> Tensor:
+        return torch.cat([self._read(part) for part in storage.flatten(0, -3).split(1)]).nan_to_num(posinf=0)
 
     def prefixes(self) -> SharedPrefixes:
         result = SharedPrefixes(
@@ -185,7 +221,7 @@ class Case:
             pages = block_tables[row, : -(-context // self.page_size)].long()
             first = max(0, context - self.sliding_window) if self.sliding_window else 0
             k, v = (
-                cache[pages].transpose(0, 1).flatten(1, 2)[:, first:context].double()
+                self._read(cache[pages]).transpose(0, 1).flatten(1, 2)[:, first:context]
                 for cache in self._expected_caches
             )
             ratio = self.num_heads // self.num_kv_heads
@@ -202,11 +238,16 @@ class Case:
         dead = [row for row, context in enumerate(self.contexts) if context == 0]
         assert not actual[dead].any()
         # A norm's last bit in float32 may round a 16-bit value the other way; all else is exact.
-        largest = float(self._expected_caches[0].nan_to_num().abs().max())
-        loose = 4 * torch.finfo(self.dtype).eps * largest if self.has_norms else 0
+        stored, expected = self._storage.cpu(), self._expected
+        largest, loose = float(self._read(self._expected_caches[0]).nan_to_num(posinf=0).abs().max()), 0.0
+        if self.has_norms:
+            loose = 4 * torch.finfo(self.dtype).eps * largest
+            if self.is_8bit:  # which may round a value in 8 bits the other way, too
+                stored, expected = self._all(stored), self._all(expected)
+                loose = largest / 16
         torch.testing.assert_close(
-            self._storage.cpu(),
-            self._expected,
+            stored,
+            expected,
             rtol=0,
             atol=loose,
             equal_nan=True,
@@ -240,6 +281,7 @@ def cases(draw, dtypes: Sequence[torch.dtype]) -> Case:
         has_norms=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
         is_page_major=draw(st.booleans()),
+        is_8bit=draw(st.booleans()),
     )
 
 
@@ -312,11 +354,18 @@ def test_prefixes_change_between_steps(device):
 
 
 @pytest.mark.usefixtures("short_prefixes_count")
-@pytest.mark.parametrize(("num_parts", "has_norms", "num_splits"), [(2, True, 2), (5, False, 1)])
-def test_parts_of_a_product_are_summed_in_their_order(device, num_parts, has_norms, num_splits):
+@pytest.mark.parametrize(
+    ("num_parts", "has_norms", "num_splits", "num_kv_heads", "is_8bit"),
+    [(2, True, 2, 2, False), (5, False, 1, 2, False), (3, True, 1, 1, True)],
+)
+def test_parts_of_a_product_are_summed_in_their_order(
+    device, num_parts, has_norms, num_splits, num_kv_heads, is_8bit
+):
     """Outputs and stored keys and values are bit for bit those of the rounded sum."""
-    sizes = dict(num_heads=6, num_kv_heads=2, head_dim=24, page_size=16, dtype=torch.float16)
-    case = Case([(2, [3, 20]), (0, [18, 0])], **sizes, has_norms=has_norms, num_splits=num_splits)
+    heads = dict(num_heads=3 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=24)
+    sizes = dict(**heads, page_size=16, dtype=torch.float16)
+    options = dict(has_norms=has_norms, num_splits=num_splits, is_8bit=is_8bit)
+    case = Case([(2, [3, 20]), (0, [18, 0])], **sizes, **options)
     case.make(device)
     generator = torch.Generator(device).manual_seed(num_parts)
     shape = (num_parts, *case.inputs["qkv"].shape)
@@ -347,7 +396,11 @@ def test_parts_fill_the_device_and_fit_the_scratch():
     assert num_splits_for(1, 2) == 16 and num_splits_for(512, 2) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "is_8bit"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+    ids=["bfloat16", "8 bits", "float16", "float32"],
+)
 @pytest.mark.parametrize(
     "num_heads, num_kv_heads, head_dim, page_size",
     [
@@ -364,13 +417,13 @@ def test_parts_fill_the_device_and_fit_the_scratch():
     ],
 )
 @pytest.mark.gpu
-def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
+def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype, is_8bit):
     """The compiled kernels at the sizes of models, with prefixes cut as they are in earnest."""
     pages = 2048 // page_size
     groups = [(pages, [1, 100, 700, 0, 350, 9, 64, 65]), (pages // 4, [5, 300]), (0, [1, 257])]
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
     for num_splits, has_norms in ((1, False), (num_splits_for(12, num_kv_heads), True)):
-        options = dict(dtype=dtype, num_splits=num_splits, has_norms=has_norms)
+        options = dict(dtype=dtype, is_8bit=is_8bit, num_splits=num_splits, has_norms=has_norms)
         case = Case(groups, **shape, **options).make(torch.device("cuda"))
         case.check()
         case.check(case.prefixes())

@@ -60,3 +60,17 @@ def test_maxima_of_rows_one_of_them_nan(device):
     assert torch.equal(maxima[others], x[others].amax(1))
     assert torch.equal(places[others].long(), x[others].argmax(1))
     assert maxima[2].isnan() and 0 <= places[2] < 8
+
+
+@triton.jit
+def rounded_to_e4m3(x, out):
+    """Triton 3.6: 1.96875, whose rounding carries into the exponent, becomes 1."""
+    places = tl.arange(0, 8)
+    tl.store(out + places, tl.load(x + places).to(tl.float8e4nv))
+
+
+def test_what_rounds_to_the_next_power_of_two(device):
+    x = torch.tensor([1.96875, -3.9, 255.0, 0.0155, 1.0625, 1.1875, 448.0, 0.0], device=device)
+    out = torch.empty(8, dtype=torch.float8_e4m3fn, device=device)
+    rounded_to_e4m3[(1,)](x, out)
+    assert out.float().tolist() == [2.0, -4.0, 256.0, 2.0**-6, 1.0, 1.25, 448.0, 0.0]

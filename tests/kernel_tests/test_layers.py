@@ -57,9 +57,10 @@ def test_add_rms_norm(device, num_tokens, hidden_size, dtype, has_residual, seed
 @given(
     num_parts=st.integers(1, 6),
     hidden_size=st.sampled_from([1, 33, 896]),
+    is_8bit=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_add_rms_norm_of_parts_is_that_of_their_rounded_sum(device, num_parts, hidden_size, seed):
+def test_add_rms_norm_of_parts_is_that_of_their_rounded_sum(device, num_parts, hidden_size, is_8bit, seed):
     generator = torch.Generator(device).manual_seed(seed)
     parts = draw(generator, num_parts, 3, hidden_size, dtype=torch.float32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
@@ -67,9 +68,12 @@ def test_add_rms_norm_of_parts_is_that_of_their_rounded_sum(device, num_parts, h
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
-    expected = add_rms_norm(total.to(dtype), residual, weight, EPS)
-    actual = add_rms_norm(parts, residual, weight, EPS)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    factor = torch.tensor(2.0**-3, device=device) if is_8bit else None
+    expected = add_rms_norm(total.to(dtype), residual, weight, EPS, factor=factor)
+    actual = add_rms_norm(parts, residual, weight, EPS, factor=factor)
+    assert actual[0].dtype == (torch.float8_e4m3fn if is_8bit else dtype) and actual[1].dtype == dtype
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @few

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hopper import compile_all, needs_hopper
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +20,9 @@ from colocate.engines.native.projections import Projection
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.tensor_parallel import OneRank
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import streamed
+from colocate.kernels import e4m3, streamed
 from colocate.kernels.norms import add_rms_norm
-from colocate.weights.adapters import AdaptedLinear, Adapter
+from colocate.weights.adapters import AdaptedLinear, Adapter, EightBitWeight
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -136,6 +137,23 @@ def test_only_whole_and_lasting_weights_stream(monkeypatch):
         delta = adapter.b @ adapter.a if adapted.adapters else 0
         torch.testing.assert_close(other.linear_in_parts(x, adapted), x @ (weight + delta).T)
     assert len(streams) == 1
+
+
+def test_weights_in_8_bits_take_their_own_product(monkeypatch):
+    """Whether the input comes in 16 bits, in 8, or in 8 with a factor for each row."""
+    monkeypatch.setattr(triton_backend, "HAS_GLUON_KERNELS", True)
+    monkeypatch.setattr(streamed, "can_stream", lambda x, weight: True)
+    x, factor = torch.randn(4, 16), torch.tensor(2.0**-4)
+    values = (torch.randn(32, 16) / factor).to(e4m3.DTYPE)
+    backend, exact = TritonBackend(), x @ (values.float() * factor).T
+    for by_row in (False, True):
+        weight = EightBitWeight(values, factor, torch.tensor(1.0), by_row, torch.float32)
+        adapted = AdaptedLinear(values, None, [], None, in_8bit=weight)
+        for rows in (x, backend.rounded(x, weight)):
+            product = backend.linear_in_parts(rows, adapted)
+            torch.testing.assert_close(product, exact, atol=0.6, rtol=0.1)
+    gate, up = product.chunk(2, dim=1)
+    torch.testing.assert_close(backend.gated_linear(F.silu, x, adapted), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("is_copy", [True, False])

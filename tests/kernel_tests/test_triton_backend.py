@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eight_bit_models import ONE_ROUNDING, with_8bit_kv, with_8bit_products
 from engine_models import (
     assert_logprobs_are_the_models,
     greedy_completions,
@@ -20,6 +21,7 @@ from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
 from colocate.engines.native import engine as native_engine
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import LayerWeights
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -54,10 +56,10 @@ def adapted(base, **ranks: int):
     return model
 
 
-def start(model, backend: TorchBackend) -> NativeEngine:
+def start(model, backend: TorchBackend, rollout_precision: str = "bf16") -> NativeEngine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_engine, "backend_for", lambda device: backend)
-        engine = NativeEngine(model, max_num_seqs=3, page_size=16)
+        engine = NativeEngine(model, max_num_seqs=3, page_size=16, rollout_precision=rollout_precision)
     engine.wake_up()
     return engine
 
@@ -168,7 +170,7 @@ class Half:
 
     def prepared(self) -> LayerWeights:
         self.weights.prepare(self.layout)
-        return LayerWeights(self.weights, self.layout.layers[1], self.part)
+        return LayerWeights(self.weights, EightBitWeights(), self.layout.layers[1], self.part)
 
     def of_inputs(self, x: torch.Tensor) -> torch.Tensor:
         return x.chunk(2, dim=1)[self.part.index]
@@ -225,9 +227,8 @@ def stacks(engine: NativeEngine) -> list:
     return [p.weight.stack for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
 
-@pytest.mark.parametrize("kind", ["biases", "4 bits, copy", "4 bits, one by one"])
-def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkeypatch):
-    """Before and after an update in place, and without adapters, against transformers and PEFT."""
+def adapted_base(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with adapters on all projections; of 4 bits, engines hold a copy or one weight at a time."""
     if kind.startswith("4 bits"):
         is_copy = kind.endswith("copy")
         monkeypatch.setattr(
@@ -239,7 +240,25 @@ def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkey
     else:
         base = make_model("llama-biases")
     ranks = dict(q_proj=3, k_proj=2, v_proj=20, o_proj=8, gate_proj=4, up_proj=2, down_proj=5)
-    model = adapted(base, **ranks).to(device)
+    return adapted(base, **ranks).to(device)
+
+
+@pytest.mark.parametrize("kind", ["biases", "4 bits, one by one"])
+def test_adapters_are_added_to_products_in_8_bits(kind, device, monkeypatch):
+    """Their A are found below the weights of the trainer, as below those of a copy, and of one at a time."""
+    model = adapted_base(kind, device, monkeypatch)
+    engine = start(model, Uncaptured(), "fp8")
+    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=2, seed=3))
+    assert all(stack is not None for stack in stacks(engine))
+    engine.close()
+    reference = with_8bit_products(with_8bit_kv(model))
+    assert_logprobs_are_the_models(reference, PROMPTS, completions, atol=ONE_ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["biases", "4 bits, copy", "4 bits, one by one"])
+def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkeypatch):
+    """Before and after an update in place, and without adapters, against transformers and PEFT."""
+    model = adapted_base(kind, device, monkeypatch)
     engine = start(model, Uncaptured())
     addresses = [p.data_ptr() for p in model.parameters()]
     for _ in range(2):

@@ -11,6 +11,8 @@ import torch
 from engine_models import make_gpt2, make_lora, make_model, make_prompts, rollout_samples
 from transformers import TrainingArguments
 
+from colocate import GRPOConfig
+from colocate.build import build_agreement
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.experience.agreement import Agreement
@@ -69,6 +71,19 @@ def test_one_model_is_silent(caplog, model, make_engine, options, tells):
     samples = rollout(make_engine(model), sampling, tells=tells)
     Agreement(make_engine(model), make_policy(model, sampling.temperature), sampling).check(samples)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.2], ids=["one model", "another"])
+def test_rounding_to_8_bits_is_no_other_model(caplog, alpha, tmp_path):
+    model = make_model("qwen3", initializer_range=0.05)
+    options = dict(max_num_seqs=16, page_size=4, rollout_precision="fp8")
+    engine, sampling = NativeEngine(with_other_weights(model, alpha), **options), SamplingParams(16, seed=1)
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], rollout_precision="fp8")
+    caplog.clear()
+    build_agreement(engine, make_policy(model, 1.0), sampling, args).check(rollout(engine, sampling))
+    assert len(caplog.messages) == (alpha > 0)
+    if alpha:
+        assert "rounding to 8 bits explains 0.1" in caplog.text
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["log-probs", "tokens-alone"])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eight_bit_models import ONE_ROUNDING, with_8bit_kv, with_8bit_products
 from engine_models import (
     MAX_POSITION,
     greedy_completions,
@@ -150,6 +151,16 @@ ENGINES = {
     "native-4bit": EngineCase(
         lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
+    "native-fp8-kv": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3")),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING / 2,
+    ),
+    "native-fp8": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3"))),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8"),
+        logprob_atol=ONE_ROUNDING / 2,
+    ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"),
         lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4),
@@ -168,6 +179,17 @@ ENGINES = {
     ),
 }
 ENGINES_ON_GPU = {
+    # Sides of matrices that products in 8 bits have.
+    "native-fp8-cuda": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3", head_dim=16, hidden_size=64).cuda())),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8"),
+        logprob_atol=ONE_ROUNDING,
+    ),
+    "native-fp8-kv-cuda": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3", head_dim=16).cuda()),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING / 2,
+    ),
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),

@@ -12,7 +12,7 @@ from engine_models import make_model
 
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels import fallbacks
-from colocate.kernels.fallbacks import Fallback, of_rollout, of_training, why_not_flash
+from colocate.kernels.fallbacks import Fallback, of_products_8bit, of_rollout, of_training, why_not_flash
 from colocate.policy import cudnn_attention, stack
 from colocate.weights.layouts import Layout, layout_for
 
@@ -49,6 +49,11 @@ def check(found: list[Fallback], said: str | None, *, is_costly: bool) -> None:
 )
 def test_of_rollout(change: dict[str, Any], said: str | None):
     check(of_rollout(**(ROLLOUT | change)), said, is_costly="head_size" in change)
+
+
+def test_of_products_8bit():
+    check(of_products_8bit(torch.bfloat16), None, is_costly=True)
+    check(of_products_8bit(torch.float32), "Products in 8 bits .* is in torch.float32", is_costly=True)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,23 @@
 """GPUs by name, and the roofline against what was measured."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
+import torch
 from test_planner import GIB, LARGE_SHAPES, LORA_SHAPES, on_gpu
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.precision.cases import SPEED_CASES
+from benchmarks.rollout.cases import SHAPES
 from colocate.planning.hardware import GPUS, find_gpu
 from colocate.planning.planner import Wishes, plan
 from colocate.planning.speed import Speed, expected_speed, step_time
+from colocate.weights.shapes import ModelShapes
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +75,38 @@ def test_speed_is_near_what_was_measured_on_an_h200():
     assert speed(load=load).rollout_tokens_per_s == pytest.approx(512 / 5.8e-3, rel=0.15)
     whole = on_gpu(share_prompts=False)
     assert speed(load=whole).train_tokens_per_s == pytest.approx(196_608 / 3.75, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("case", "precisions"),
+    [
+        ("7b_256seq", ("bf16", "fp8")),
+        ("1p5b_4k_256seq", ("bf16", "fp8_kv")),
+        ("1p5b_512seq", ("bf16", "fp8")),
+    ],
+)
+def test_rollouts_in_8_bits_are_expected_near_what_was_measured_on_an_h100(case, precisions):
+    """Their weights take the memory that is planned, too."""
+    records = json.loads((ROOT / "benchmarks/results/precision-h100.json").read_text())["repetitions"]
+    (record,) = (record for record in records if record.get("case") == case)
+    case = SPEED_CASES[case]
+    with torch.device("meta"):
+        shapes = ModelShapes.of(Qwen2ForCausalLM(Qwen2Config(**SHAPES[case.model])))
+    for precision in precisions:
+        load = on_gpu(
+            prompt_tokens=case.prompt_tokens,
+            completion_tokens=case.completion_tokens,
+            num_generations=case.num_generations,
+            num_rollout_sequences=case.num_seqs,
+            rollout_precision=precision,
+        )
+        result = plan(shapes, load, device_memory_bytes=140 * GIB)
+        expected = expected_speed(shapes, load, result, find_gpu("H100")).rollout_tokens_per_s
+        run = record["runs"][precision]
+        measured = median(repetition["tokens_per_s"] for repetition in run["repetitions"])
+        assert expected == pytest.approx(measured, rel=0.2)
+        planned = [row.size_bytes for row in result.rows if row.name == "weights in 8 bits"]
+        assert planned == ([run["weight_bytes"]] if precision == "fp8" else [])
 
 
 def test_recomputation_is_slower_and_adapters_are_faster():

@@ -7,6 +7,7 @@ import pytest
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colocate.cli import main
+from colocate.memory.arena import HANDLE_BYTES
 from colocate.planning import slower_kernels
 from colocate.policy import cudnn_attention
 
@@ -195,6 +196,16 @@ def test_a_reference_that_sleeps_is_in_neither_rollout_nor_training(numbers):
                 "SwiGLU .* torch.float32",
             ],
         ),
+        ("--device_name H100 --rollout_precision fp8", []),
+        (
+            "--device_name H100 --dtype float32 --bf16 false --rollout_precision fp8",
+            [
+                "padded matrix products: .* torch.float32",
+                "padded products and small",
+                "SwiGLU .* torch.float32",
+                "Products in 8 bits are multiplied out in float32: .* torch.float32",
+            ],
+        ),
         ("--device_memory_gib 80", None),
     ],
 )
@@ -214,6 +225,28 @@ def test_a_triton_that_the_kernels_were_not_tested_with_is_named(plan, monkeypat
     monkeypatch.setattr(slower_kernels, "version", lambda _: "3.9.1")
     _, printed = plan("Qwen2.5-7B", "--device_name H200")
     assert "needs Triton 3.6.x, and this is 3.9.1." in words(printed)
+
+
+@pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
+def test_a_gpu_without_8_bits_is_refused_as_the_run_would_be(plan, precision):
+    code, printed = plan("Qwen2.5-7B", f"--device_name A100 --rollout_precision {precision}")
+    assert code == 1
+    assert "GPUs have from compute capability 8.9 on; A100 has 8.0. Set rollout_precision='bf16'." in printed
+
+
+def test_8_bits_are_planned_with_their_bytes_and_are_expected_to_be_faster(numbers):
+    """A head of 128 takes 129 bytes where it takes 256; all projections but o are there once more."""
+    sized = "--device_name H100 --kv_cache_tokens 131072 --use_peft"
+    of = {p: numbers("Qwen2.5-7B", f"{sized} --rollout_precision {p}")[1] for p in ("bf16", "fp8_kv", "fp8")}
+    _, kv, both = of.values()
+    caches = [next(row["how"] for row in r["rows"] if row["name"] == "KV cache") for r in of.values()]
+    for cache, head_bytes in zip(caches, (256, 129, 129), strict=True):
+        assert cache.startswith(f"131,072 tokens × {28 * 4 * 2 * head_bytes:,} B")
+    in_8bit = 28 * 3584 * ((28 + 2 * 4) * 128 + 3 * 18944)
+    assert rows_of(both)["weights in 8 bits"] == -(-in_8bit // HANDLE_BYTES) * HANDLE_BYTES
+    assert "weights in 8 bits" not in rows_of(kv)
+    speeds = [result["expected"]["rollout_tokens_per_s"] for result in of.values()]
+    assert speeds == sorted(speeds) and speeds[2] > 1.1 * speeds[1]
 
 
 def test_a_server_takes_nothing_of_this_device(plan, numbers):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from eight_bit_models import ONE_ROUNDING
 from engine_models import VOCAB_SIZE, make_lora, make_model, make_prompts
 from engine_pressure import Pressure, Windowed, awake
 from hypothesis import given, settings
@@ -321,6 +322,30 @@ def test_the_next_turn_reads_what_is_new_from_the_last_whole_page_on(monkeypatch
     assert num_read(whole[:12])[0] == 4, "all is there, but the logits after the last token are wanted"
     assert num_read((*whole[:7], 96 - whole[7]))[0] == 4, "another last token makes another page"
     assert num_read((96 - whole[0], *whole[1:12]))[0] == 12, "equal pages behind another first one are others"
+
+
+@pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_pages_in_8_bits_are_found_with_what_belongs_to_them(precision, grows):
+    """A conversation on found pages, two in a page's middle and over a growing cache, is as one read anew."""
+    options = dict(page_size=4, rollout_precision=precision)
+    model, sampling = make_model("qwen3"), SamplingParams(6)
+    engine = awake(model, kv_cache_tokens=None if grows else 256, **options)
+    context = make_prompts([10])[0].token_ids
+    for turn in range(4):
+        prompt = Prompt(context, turn, range(2))
+        numbers = engine.submit([prompt], sampling)
+        turns = drained(engine)
+        fresh = awake(model, **options)
+        expected = fresh.generate([prompt], sampling)
+        fresh.close()
+        for number, other in zip(numbers, expected, strict=True):
+            assert turns[number].token_ids == other.token_ids
+            assert turns[number].logprobs == pytest.approx(other.logprobs, abs=ONE_ROUNDING)
+        # The last token of a turn is never fed, and three are given after it.
+        num_found = turns[numbers[0]].num_cached_tokens
+        assert num_found == (0 if turn == 0 else (len(context) - 3 - 1) // 4 * 4)
+        context += (*turns[numbers[0]].token_ids, 1, 2, 3)
 
 
 def test_groups_that_begin_alike_share_what_is_being_read():

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from colocate.types import SamplingParams
 
 
+ROLLOUT_PRECISIONS = ("bf16", "fp8_kv", "fp8")
+"""The values of the option `rollout_precision`, which the native engine reads."""
+
+
 class EngineOptions(Protocol):
     """The options of a run that engines are made from; `GRPOConfig` documents each."""
 
@@ -37,6 +41,7 @@ class EngineOptions(Protocol):
     max_num_seqs: int | None
     page_size: int | None
     kv_cache_tokens: int | None
+    rollout_precision: str
     vllm_max_model_length: int | None
     vllm_tensor_parallel_size: int
     vllm_gpu_memory_utilization: float | None
@@ -82,11 +87,12 @@ def _native(parts: EngineParts) -> RolloutEngine:
     from colocate.parallel.mesh import Mesh
 
     mesh, decode_shard = parts.mesh or Mesh(None), parts.options.decode_shard
-    options = dict(
+    options: dict[str, Any] = dict(
         max_num_seqs=parts.options.max_num_seqs,
         page_size=parts.options.page_size,
         kv_cache_tokens=parts.options.kv_cache_tokens,
         max_model_len=parts.options.vllm_max_model_length,
+        rollout_precision=parts.options.rollout_precision,
     )
     if decode_shard in (None, mesh.num_weight_parts):
         return NativeEngine(parts.model, group=mesh.weight_group, **options)

@@ -42,6 +42,7 @@ class Agreement:
     Args:
         sampling: how the rollouts are drawn.
         is_drawn_otherwise: whether anything beside `sampling` decides which tokens are drawn.
+        is_8bit: whether the engine generates in 8 bits (`rollout_precision`).
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Agreement:
         sampling: SamplingParams,
         *,
         is_drawn_otherwise: bool = False,
+        is_8bit: bool = False,
     ) -> None:
         self._engine = engine
         self._policy = policy
         self._sampling = sampling
         self._is_drawn_otherwise = is_drawn_otherwise
+        self._is_8bit = is_8bit
         self._num_restarts_seen = -1
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -79,7 +82,11 @@ class Agreement:
         name = type(engine).__name__
         if len(told) == len(compared):
             dtype = causal_lm(policy.model).get_input_embeddings().weight.dtype
-            problem = _distance(name, torch.cat(told), logprobs, dtype, self._sampling.temperature)
+            noise = largest_mean_noise(
+                dtype, logprobs.device, self._sampling.temperature, is_8bit=self._is_8bit
+            )
+            rounding = "to 8 bits" if self._is_8bit else f"in {str(dtype).removeprefix('torch.')}"
+            problem = _distance(name, torch.cat(told), logprobs, noise, rounding)
         elif self._sampling.repetition_penalty == 1.0 and not self._is_drawn_otherwise:
             drawn = _drawn(compared)
             problem = _surprise(name, logprobs[drawn], entropies[drawn])
@@ -89,20 +96,17 @@ class Agreement:
             logger.warning(f"{problem} {_LOOK_AT}")
 
 
-def _distance(
-    name: str, told: Tensor, logprobs: Tensor, dtype: torch.dtype, temperature: float
-) -> str | None:
+def _distance(name: str, told: Tensor, logprobs: Tensor, noise: float, rounding: str) -> str | None:
     """What is wrong with the log-probs `told` [N] that an engine reports, or None if rounding explains their
-    distance from the policy's."""
+    distance from the policy's, `noise` on average."""
     difference = (told - logprobs).abs()
     difference = difference[~difference.isnan()]
-    noise = largest_mean_noise(dtype, told.device, temperature)
     if len(difference) == 0 or (mean := float(difference.mean())) <= noise:
         return None
     return (
         f"The log-probs of {name} differ from the policy's by {mean:.3g} nats per token on average and "
-        f"{float(difference.max()):.3g} at most, over {len(difference):,} tokens of the rollout; rounding in "
-        f"{str(dtype).removeprefix('torch.')} explains {noise:.2g}."
+        f"{float(difference.max()):.3g} at most, over {len(difference):,} tokens of the rollout; rounding "
+        f"{rounding} explains {noise:.2g}."
     )
 
 

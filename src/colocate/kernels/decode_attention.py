@@ -25,6 +25,7 @@ from torch import Tensor
 
 from colocate.kernels.decode_attention_levels import merge_kernel, prefix_kernel, suffix_kernel
 from colocate.kernels.definitions import Rotation
+from colocate.kernels.e4m3 import head_block_size, is_8bit
 from colocate.kernels.overlap import can_overlap
 from colocate.kernels.prefixes import (
     MAX_PARTIALS,
@@ -50,16 +51,22 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-# Keyed by (D padded to a power of two, bytes per element). Bandwidth times latency is about 35 KB in flight
-# per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
+# Keyed by (D padded to a power of two, bytes of a value in the cache). Bandwidth times latency is about 35 KB
+# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
 # stages hide the products. float32 has no exact tensor-core product: its tiles are small, so that the
 # operands do not spill from registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
+    (64, 1): Launch(128, 4, 3),
+    (128, 1): Launch(64, 4, 4),
+    (256, 1): Launch(32, 8, 3),  # with 4 warps the assembler of CUDA 12.8 crashes
     (64, 2): Launch(128, 4, 3),
     (128, 2): Launch(64, 4, 4),
     (256, 2): Launch(32, 4, 3),
 }
 PREFIX_LAUNCH: dict[tuple[int, int], Launch] = {
+    (64, 1): Launch(128, 4, 3),
+    (128, 1): Launch(64, 4, 3),
+    (256, 1): Launch(64, 8, 2),
     (64, 2): Launch(128, 4, 3),
     (128, 2): Launch(64, 4, 3),
     (256, 2): Launch(64, 8, 2),
@@ -136,7 +143,8 @@ def decode_attention(
         slots: [B] int32, where keys and values go: page * page_size + offset in the page, that of the block
             table's position context - 1. Negative if and only if the row is finished.
         k_cache: [num_pages, K, page_size, D] of the same type, pages any distance apart; what is behind a
-            sequence's last token is never used, be it NaN. The page size is a power of two, at least 16.
+            sequence's last token is never used, be it NaN. The page size is a power of two, at least 16. Or
+            e4m3, with exponents behind each head's values (`e4m3.exponents_of`).
         v_cache: like `k_cache`.
         block_tables: [B, at least the pages of each sequence] int32, rows any distance apart; further entries
             are not read.
@@ -171,7 +179,9 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
         PAGE_SIZE=page_size,
+        HEAD_BLOCK=head_block_size(page_size, head_dim, k_cache.dtype),
         WINDOW=sliding_window or 0,
+        IN_ASM=out.is_cuda and out.dtype != torch.float32 and head_dim % 16 == 0,
         OVERLAPS=overlaps,
     )
     strides = (qkv.stride(-3), qkv.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
@@ -181,7 +191,7 @@ def decode_attention(
     rows: tuple[Tensor | None, ...] = (None, None, None)
     if prefixes is not None:
         rows = (prefixes.prefix_lens, prefixes.first_slots, prefixes.num_partials)
-        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, out)
+        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, out, k_cache)
         prefix_kernel[(TARGET_PROGRAMS,)](
             *queries, *cached, prefixes.items, prefixes.num_items, *partials, *strides, **common,
             NUM_QUERIES=PREFIX_QUERIES, TILE=launch.max_tile_tokens, ROWS_PER_TILE=prefixes.rows_per_tile,
@@ -189,7 +199,7 @@ def decode_attention(
             num_stages=launch.num_stages,
         )  # fmt: skip
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
-    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, out)
+    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, out, k_cache)
     num_stages = launch.num_stages
     if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
         # Several programs on each multiprocessor load side by side; with deeper queues fewer would fit.
@@ -240,11 +250,12 @@ def _check(
         "qkv or out: heads are apart"
     )
     expected = torch.float32 if qkv.dim() == 4 else out.dtype
-    assert qkv.dtype == expected and k_cache.dtype == v_cache.dtype == out.dtype, (
-        f"{qkv.dtype} queries, {k_cache.dtype} cache"
-    )
+    assert qkv.dtype == expected, f"{qkv.dtype} queries, {out.dtype} output"
+    head_block = head_block_size(page_size, head_dim, k_cache.dtype)
     for cache in (k_cache, v_cache):
-        assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page's heads or tokens are apart"
+        assert is_8bit(cache) or cache.dtype == out.dtype, f"{out.dtype} output, {cache.dtype} cache"
+        assert num_kv_heads == 1 or cache.stride(1) == head_block, "a page's heads are apart"
+        assert cache.stride()[2:] == (head_dim, 1), "a page's tokens are apart"
     for indices in (block_tables, context_lens, slots):
         assert indices.dtype == torch.int32, "block tables, context lengths and slots are int32"
         assert indices.stride(-1) == 1, "block tables, context lengths or slots have gaps"
@@ -256,17 +267,26 @@ def _check(
 
 
 def _fit(
-    launches: dict[tuple[int, int], Launch], padded_dim: int, page_size: int, num_queries: int, out: Tensor
+    launches: dict[tuple[int, int], Launch],
+    padded_dim: int,
+    page_size: int,
+    num_queries: int,
+    out: Tensor,
+    cache: Tensor,
 ) -> Launch:
     """The launch for this head size, its tile no longer than a page, its stages within shared memory."""
-    item_bytes = out.element_size()
+    item_bytes = cache.element_size()
     launch = launches.get((padded_dim, item_bytes), OTHER_LAUNCH)
+    if out.dtype == torch.float32:
+        launch = OTHER_LAUNCH
     tile_tokens = min(launch.max_tile_tokens, page_size)
     stage_bytes = 2 * tile_tokens * padded_dim * item_bytes
     num_stages = launch.num_stages
     if out.is_cuda:
         # Besides the stages: the queries, the probabilities on their way between layouts, reductions.
-        rest_bytes = num_queries * (padded_dim * item_bytes + tile_tokens * 4) + 8 * 1024
+        rest_bytes = num_queries * (padded_dim * out.element_size() + tile_tokens * 4) + 8 * 1024
+        if is_8bit(cache):  # a tile of keys and one of values again, in 16 bits
+            rest_bytes += 2 * tile_tokens * padded_dim * 2
         num_buffers = (_shared_memory_bytes(out.device.index) - rest_bytes) // stage_bytes
         # There is one buffer less than stages, except for warp-group products, which read a buffer while
         # others are filled.

@@ -12,11 +12,15 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
     partial     partial_outputs [slots, H, D] and partial_lses [slots, H] float32: normalised outputs over
                 some of a row's keys. The slots of shared prefixes come first; from num_prefix_slots on each
                 row has NUM_SPLITS of its own. Row r's prefix has num_partials[r] slots from first_slots[r] on
+                In 8 bits k_cache and v_cache are e4m3, and the exponents of a head's values (`e4m3.quantize`)
+                are behind its part of a page
     *_stride    from one row, page or table to the next, in elements
     scale_log2  the scores' scale times log2(e); eps and OFFSET belong to the heads' norms
     shapes      NUM_KV_HEADS = K, RATIO = R, HEAD_DIM = D, PADDED_DIM: D rounded up to a power of two,
                 NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
-                WINDOW: keys that a query sees, or 0 for all
+                WINDOW: keys that a query sees, or 0 for all, HEAD_BLOCK: elements from one head's part of a
+                page to the next
+    IN_ASM      whether keys and values in 8 bits are unpacked by PTX; Triton's interpreter has none
     OVERLAPS    the next kernel may start before this one ends, and waits (`gdc_wait`) for its results
 """
 
@@ -26,7 +30,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from colocate.kernels.decode_attention_8bit import attend_8bit, narrowed_queries, quantized_heads
 from colocate.kernels.norms import inverse_rms, rms_normed
+from colocate.kernels.quantize import inverse_power, power
 from colocate.kernels.rotary import turned
 
 # The running maximum starts here and not at minus infinity, whose difference from itself is NaN.
@@ -141,9 +147,9 @@ def prefix_kernel(
     qkv, cos, sin, q_norm, k_cache, v_cache, block_tables, context_lens, items, num_items, partial_outputs,
     partial_lses, qkv_stride, part_stride, k_stride, v_stride, table_stride, scale_log2, eps,
     NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
+    NUM_FIELDS: tl.constexpr, IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention over shared pages, for several rows at once: one work item and head after the other.
 
@@ -182,17 +188,27 @@ def prefix_kernel(
         table = block_tables + tl.load(item + NUM_FIELDS) * table_stride
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
-        maximum, total, acc = _attend(
-            _rotated(
-                q_heads, part_stride, dims[None, :], mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM,
-                OFFSET, cos.dtype.element_ty,
-            ),
-            tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
-            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-            v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
-            first_visible[:, None], end_page * PAGE_SIZE, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE,
-            WINDOW,
+        q = _rotated(
+            q_heads, part_stride, dims[None, :], mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
+            cos.dtype.element_ty,
         )  # fmt: skip
+        maximum = tl.full([NUM_QUERIES], _LOWEST, tl.float32)
+        total = tl.zeros([NUM_QUERIES], tl.float32)
+        acc = tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32)
+        k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            q, scales_log2 = narrowed_queries(q, scale_log2)
+            maximum, total, acc = attend_8bit(
+                q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+                first_visible[:, None], end_page * PAGE_SIZE, scales_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE,
+                TILE, WINDOW, IN_ASM,
+            )  # fmt: skip
+        else:
+            maximum, total, acc = _attend(
+                q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+                first_visible[:, None], end_page * PAGE_SIZE, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE,
+                TILE, WINDOW,
+            )  # fmt: skip
         output, lse = _finish(maximum, total, acc)
         slots = tl.load(item + 2) + members * tl.load(item + 3)
         results = slots.to(tl.int64) * (NUM_KV_HEADS * RATIO) + heads
@@ -206,9 +222,9 @@ def suffix_kernel(
     first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, part_stride, k_stride,
     v_stride, table_stride, out_stride, num_prefix_slots, scale_log2, eps,
     NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HAS_PREFIXES: tl.constexpr, IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
@@ -278,20 +294,40 @@ def suffix_kernel(
     v = _head_values(v_heads + dims, new_mask, part_stride, NUM_PARTS, cos.dtype.element_ty)
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)
-    in_page = (kv_head * PAGE_SIZE + slot % PAGE_SIZE + copies) * HEAD_DIM + dims
+    in_page = kv_head * HEAD_BLOCK + (slot % PAGE_SIZE + copies) * HEAD_DIM + dims
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        q, scales_log2 = narrowed_queries(q, scale_log2)
+        k, k_exponents = quantized_heads(k)
+        v, v_exponents = quantized_heads(v)
+        behind = kv_head * HEAD_BLOCK + PAGE_SIZE * HEAD_DIM + slot % PAGE_SIZE + tl.zeros_like(queries)
+        k_place = (k_cache + new_page * k_stride + behind).to(tl.pointer_type(tl.uint8))
+        v_place = (v_cache + new_page * v_stride + behind).to(tl.pointer_type(tl.uint8))
+        tl.store(k_place, k_exponents.to(tl.uint8), mask=is_new & (queries == 0))
+        tl.store(v_place, v_exponents.to(tl.uint8), mask=is_new & (queries == 0))
     tl.store(k_cache + new_page * k_stride + in_page, k, mask=first_mask)
     tl.store(v_cache + new_page * v_stride + in_page, v, mask=first_mask)
 
     # The running softmax begins with the new key, whose weight is 1 as long as no other key is there.
-    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
-    maximum = tl.where(is_new, score, _LOWEST)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     total = is_new.to(tl.float32)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        score = score * (scales_log2 * power(k_exponents)) + (v_exponents - 127).to(tl.float32)
+        total *= inverse_power(v_exponents)
+    else:
+        score *= scale_log2
+    maximum = tl.where(is_new, score, _LOWEST)
     acc = v.to(tl.float32)
-    maximum, total, acc = _attend(
-        q, maximum, total, acc, k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-        v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
-        context - WINDOW, context - 1, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
-    )  # fmt: skip
+    k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        maximum, total, acc = attend_8bit(
+            q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+            context - WINDOW, context - 1, scales_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW, IN_ASM,
+        )  # fmt: skip
+    else:
+        maximum, total, acc = _attend(
+            q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+            context - WINDOW, context - 1, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
+        )  # fmt: skip
     if HAS_PREFIXES:
         if OVERLAPS:
             gdc_wait()

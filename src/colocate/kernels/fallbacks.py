@@ -64,6 +64,13 @@ def of_rollout(
     )
 
 
+def of_products_8bit(dtype: torch.dtype) -> list[Fallback]:
+    """The slower way that products of a rollout in 8 bits take on a GPU."""
+    is_wide = dtype == torch.float32
+    no_product = f"cuBLAS has them for 16-bit models, and this one is in {dtype}" if is_wide else None
+    return _found(("Products in 8 bits are multiplied out in float32", no_product, True))
+
+
 def of_training(
     dtype: torch.dtype,
     head_size: int,

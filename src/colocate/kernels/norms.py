@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from colocate.kernels import e4m3
 from colocate.kernels.overlap import can_overlap
 from colocate.kernels.programs import num_programs
 
@@ -47,6 +48,7 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     offset: float | None = None,
+    factor: Tensor | None = None,
     *,
     follows_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -59,6 +61,7 @@ def add_rms_norm(
         residual: [T, hidden], rows contiguous; None: there is none yet.
         weight: [hidden], the norm's.
         offset: added to the weight; see `definitions.rms_norm`.
+        factor: [] float32, a power of two: the norm is divided by it and returned as e4m3.
         follows_kernel: what comes before on the stream is a kernel, whose end the norm may overlap with;
             between ranks that split the weights it is a copy, or another stream's event.
 
@@ -68,7 +71,7 @@ def add_rms_norm(
     block = triton.next_power_of_2(x.shape[-1])
     # 8 values a thread: one 16-byte load of bfloat16.
     tile = 1, block, min(max(block // 256, 1), 16)
-    return _norm(x, residual, weight, eps, offset, *tile, overlaps=follows_kernel and can_overlap(x))
+    return _norm(x, residual, weight, eps, offset, *tile, factor, overlaps=follows_kernel and can_overlap(x))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
@@ -94,6 +97,7 @@ def _norm(
     rows: int,
     block: int,
     num_warps: int,
+    factor: Tensor | None = None,
     *,
     overlaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -104,32 +108,34 @@ def _norm(
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
     dtype = x.dtype if residual is None else residual.dtype
-    normed = torch.empty((num_rows, hidden_size), dtype=dtype, device=x.device)
-    summed = x if residual is None else torch.empty_like(normed)
+    normed_dtype = dtype if factor is None else e4m3.DTYPE
+    normed = torch.empty((num_rows, hidden_size), dtype=normed_dtype, device=x.device)
+    summed = x if residual is None else torch.empty_like(normed, dtype=dtype)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, normed, summed, x.stride(-2), 0 if residual is None else residual.stride(0), eps,
-        num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps,
-        launch_pdl=overlaps, num_warps=num_warps,
+        x, residual, weight, factor, normed, summed, x.stride(-2),
+        0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows,
+        BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=num_warps,
     )  # fmt: skip
     return normed, summed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, residual, weight, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
+    x, residual, weight, factor, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
     OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`.
 
-    `x` is the sum of NUM_PARTS matrices that lie one behind the other.
+    `x` is the sum of NUM_PARTS matrices that lie one behind the other. With `factor` the norm is divided by
+    it and rounded to the type of `normed` after that of `summed`.
     """
     if OVERLAPS:
         gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
-    dtype = normed.dtype.element_ty
+    dtype = summed.dtype.element_ty
     weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
     if OVERLAPS:
         gdc_wait()
@@ -145,6 +151,8 @@ def _rms_norm_kernel(
     upcast = value.to(tl.float32)
     inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
     output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
+    if factor is not None:
+        output = (output.to(tl.float32) / tl.load(factor)).to(normed.dtype.element_ty)
     tl.store(normed + rows * hidden_size + columns, output, mask=mask)
 
 

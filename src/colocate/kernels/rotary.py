@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colocate.kernels.e4m3 import head_block_size
 from colocate.kernels.norms import inverse_rms, multiplied, rms_normed
 from colocate.kernels.programs import num_programs
+from colocate.kernels.quantize import exponents_for, inverse_power, narrowed, power
 
 _TILE = 1024
 """Pairs that a program turns at a time. With 4 warps a thread has 8 of them: 16-byte loads of bfloat16."""
@@ -94,14 +96,15 @@ def rotate_and_store(
 
     Args:
         qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
-            replaced by their rotated selves.
+            replaced by their rotated selves; with a cache in 8 bits keys and values by what was stored.
         cos, sin: [max_len, D] in the model's type, contiguous.
         positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one, so that none
             reads outside the tables.
         slots: [T], page * page_size + offset in the page; negative: nothing is stored for this token.
         q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
         eps: of those norms.
-        k_cache, v_cache: [num_pages, K, page_size, D], contiguous but for the first dimension.
+        k_cache, v_cache: [num_pages, K, page_size, D], contiguous but for the first dimension; or e4m3, with
+            exponents behind each head's values (`e4m3.exponents_of`).
         num_heads: H.
         num_kv_heads: K.
         offset: added to the norms' weights; see `definitions.rms_norm`.
@@ -112,13 +115,15 @@ def rotate_and_store(
     assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
     assert qkv.stride()[1:] == (head_dim, 1), "a token's heads must be contiguous"
     assert cos.is_contiguous() and sin.is_contiguous(), "rotary tables must be contiguous"
+    head_block = head_block_size(page_size, head_dim, k_cache.dtype)
     for cache in (k_cache, v_cache):
-        assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page must be contiguous"
+        assert num_kv_heads == 1 or cache.stride(1) == head_block, "a page's heads are apart"
+        assert cache.stride()[2:] == (head_dim, 1), "a page's tokens are apart"
     block_heads = min(8, triton.next_power_of_2(num_rows))
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_heads))](
         qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv.stride(0), k_cache.stride(0),
         v_cache.stride(0), cos.shape[0], eps, OFFSET=offset, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_HEADS=block_heads,
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, HEAD_BLOCK=head_block, BLOCK_HEADS=block_heads,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -127,7 +132,8 @@ def rotate_and_store(
 def _rotate_and_store_kernel(
     qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv_stride, k_page_stride,
     v_page_stride, max_len, eps, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """`rotate_and_store` of some heads of one token. Values are stored unturned."""
     token = tl.program_id(0).to(tl.int64)
@@ -151,21 +157,33 @@ def _rotate_and_store_kernel(
         first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, in_half, eps, dtype,
         HEAD_DIM, OFFSET,
     )  # fmt: skip
-    tl.store(pointers, new_first, mask=mask & (is_query | is_key))
-    tl.store(pointers + HALF, new_second, mask=mask & (is_query | is_key))
+    turns = is_query | is_key if k_cache.dtype.element_ty != tl.float8e4nv else is_query
+    tl.store(pointers, new_first, mask=mask & turns)
+    tl.store(pointers + HALF, new_second, mask=mask & turns)
 
     slot = tl.load(slots + token).to(tl.int64)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-    in_page = offset * HEAD_DIM + columns
-    store_key = mask & is_key & (slot >= 0)
-    key_pointers = k_cache + page * k_page_stride + (heads - NUM_HEADS) * (PAGE_SIZE * HEAD_DIM) + in_page
-    tl.store(key_pointers, new_first, mask=store_key)
-    tl.store(key_pointers + HALF, new_second, mask=store_key)
-    store_value = mask & is_value & (slot >= 0)
-    value_heads = heads - (NUM_HEADS + NUM_KV_HEADS)
-    value_pointers = v_cache + page * v_page_stride + value_heads * (PAGE_SIZE * HEAD_DIM) + in_page
-    tl.store(value_pointers, first.to(dtype), mask=store_value)
-    tl.store(value_pointers + HALF, second.to(dtype), mask=store_value)
+    is_stored = (is_key | is_value) & (slot >= 0)
+    kv_heads = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+    cache = tl.where(is_value, v_cache + page * v_page_stride, k_cache + page * k_page_stride)
+    cache += kv_heads * HEAD_BLOCK
+    first = tl.where(is_value, first.to(dtype), new_first)
+    second = tl.where(is_value, second.to(dtype), new_second)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide_first), axis=1), tl.max(tl.abs(wide_second), axis=1))
+        exponents = exponents_for(largest)[:, None]
+        first = narrowed(wide_first * inverse_power(exponents))
+        second = narrowed(wide_second * inverse_power(exponents))
+        places = (cache + (PAGE_SIZE * HEAD_DIM + offset)).to(tl.pointer_type(tl.uint8))
+        tl.store(places, exponents.to(tl.uint8), mask=is_stored)
+        read_first = (first.to(tl.float32) * power(exponents)).to(dtype)
+        read_second = (second.to(tl.float32) * power(exponents)).to(dtype)
+        tl.store(pointers, read_first, mask=mask & (is_key | is_value))
+        tl.store(pointers + HALF, read_second, mask=mask & (is_key | is_value))
+    places = cache + offset * HEAD_DIM + columns
+    tl.store(places, first, mask=mask & is_stored)
+    tl.store(places + HALF, second, mask=mask & is_stored)
 
 
 def rotate(

@@ -56,6 +56,8 @@ class Workload:
     kv_cache_tokens: int | None = None
     """Tokens that the user wants the KV cache to hold; None: as many as a rollout can use and memory
     allows."""
+    rollout_precision: str = "bf16"
+    """In how many bits the native engine generates: "bf16", "fp8_kv" or "fp8"."""
     decode_rows: int = 512
     """Sequences for which the buffers of a decode step have room, one row each."""
     decode_scratch_bytes: int = 0
@@ -80,6 +82,11 @@ class Workload:
         prompts of all of them, each with its part of every matrix and of every head."""
         num_sequences = self.num_rollout_sequences * self.sharding.num_decode_parts
         return replace(self, num_rollout_sequences=num_sequences)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of keys and values in the engine's cache."""
+        return self.parameter_dtype if self.rollout_precision == "bf16" else torch.float8_e4m3fn
 
     @property
     def max_sequence_length(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from colocate.config import GRPOConfig
+from colocate.engines.native.eight_bit_weights import check_gpu
 from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from colocate.planning.plan_text import Answer, print_answer
 from colocate.planning.planner import Case
@@ -53,8 +54,8 @@ def plan_run(
 
     Raises:
         OSError: there is no config.json of the model.
-        ValueError: the model is not supported natively, the device is not known, or the weights cannot be
-            split as `shard` says.
+        ValueError: the model is not supported natively, the device is not known or has no
+            `rollout_precision` in 8 bits, or the weights cannot be split as `shard` says.
     """
     is_elsewhere = device_name is not None or device_memory_gib is not None
     config = _config(options, num_gpus, is_elsewhere=is_elsewhere)
@@ -77,7 +78,9 @@ def plan_run(
     slower = None
     if capability is not None:
         is_native = workload.engine == "native" and config.engine != "transformers"
-        slower = slower_kernels(layout, dtype, capability, is_native=is_native)
+        precision = config.rollout_precision
+        check_gpu(precision, layout, capability, gpu.name if gpu else "the GPU here")
+        slower = slower_kernels(layout, dtype, capability, is_native=is_native, rollout_precision=precision)
     answer = Answer(str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config, slower)
     if as_json:
         print(json.dumps(answer.to_dict(), indent=2))

@@ -191,7 +191,7 @@ def account(
         train_plan=train_plan,
         num_parameters=shapes.num_parameters,
         num_trained_parameters=shapes.num_trained,
-        kv_bytes_per_token=decoded.kv_bytes_per_token(workload.parameter_dtype),
+        kv_bytes_per_token=decoded.kv_bytes_per_token(workload.kv_dtype),
         kv_cache_tokens=kv_tokens,
         kv_cache_sequences=_num_sequences(engine, kv_tokens),
         num_running=engine.num_running,

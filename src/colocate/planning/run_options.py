@@ -63,6 +63,7 @@ def workload_of(
         max_num_seqs=max_num_seqs,
         page_size=args.page_size or page_size,
         kv_cache_tokens=args.kv_cache_tokens,
+        rollout_precision=args.rollout_precision,
         sharding=Sharding(decode_shard=args.decode_shard),
         decode_rows=decode_rows,
         decode_scratch_bytes=decode_bytes(shapes, decode_rows) if is_gpu else 0,

@@ -13,7 +13,12 @@ from colocate.weights.layouts import Layout
 
 
 def slower_kernels(
-    layout: Layout, dtype: torch.dtype, capability: tuple[int, int], *, is_native: bool
+    layout: Layout,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    is_native: bool,
+    rollout_precision: str = "bf16",
 ) -> list[Fallback]:
     """The fallbacks of trainer and engine on a GPU of this compute capability, wherever it is.
 
@@ -32,6 +37,8 @@ def slower_kernels(
     found = fallbacks.of_training(dtype, head_size, activation, dtype, bool(windows), no_cudnn)
     if is_native:
         found += fallbacks.of_rollout(dtype, head_size, activation, _triton_version(), capability)
+    if rollout_precision == "fp8":
+        found += fallbacks.of_products_8bit(dtype)
     return found
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -97,6 +98,26 @@ class AdapterStack:
         ]
 
 
+class EightBitRows(NamedTuple):
+    """An input in 8 bits, each row divided by a power of two of its own."""
+
+    values: Tensor  # [T, in] e4m3
+    factors: Tensor  # [T] float32
+
+
+class EightBitWeight(NamedTuple):
+    """A weight in 8 bits, and how the input is rounded that is multiplied with it."""
+
+    values: Tensor  # [out, in] e4m3
+    factor: (
+        Tensor  # [], or [1, out] if `by_row`, float32, one power of two: the weight is about values * factor
+    )
+    input_factor: Tensor  # [] float32, a power of two, by which all inputs are divided
+    by_row: bool
+    """Whether each row of the input is divided by a factor of its own; `input_factor` is 1 then."""
+    dtype: torch.dtype  # of the product
+
+
 @dataclass(frozen=True)
 class AdaptedLinear:
     """The weights, biases and adapters of layers that read the same input, for one product."""
@@ -109,6 +130,8 @@ class AdaptedLinear:
     """The adapters whose A are stored in the weights' type; None: they are read where PEFT keeps them."""
     stacked_a: Tensor | None = None  # [rows of `stack`, in]
     """The A of `stack`; None: they lie below the weights."""
+    in_8bit: EightBitWeight | None = None
+    """The weight for products in 8 bits; None: there are none."""
     is_written_before_use: bool = False
     """Whether a kernel writes `weight` before every product with it: no product may read it any earlier."""
 

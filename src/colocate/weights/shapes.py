@@ -201,6 +201,12 @@ class ModelShapes:
         return self.num_layers * sum(self.group_sizes)
 
     @property
+    def num_8bit_weights(self) -> int:
+        """Weights of q, k, v, gate, up and down, which a rollout in 8 bits multiplies in e4m3."""
+        qkv, _, gate_up, down = self.group_sizes
+        return self.num_layers * (qkv + gate_up + down)
+
+    @property
     def num_head_weights(self) -> int:
         return self.vocab_size * self.hidden_size
 
@@ -221,8 +227,10 @@ class ModelShapes:
         return projections_bytes + (self.num_parameters - self.num_projection_weights) * dtype.itemsize
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`."""
-        return 2 * self.num_layers * self.kv_size * dtype.itemsize
+        """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`; in 8 bits
+        each head has an exponent, too."""
+        exponents = self.num_kv_heads if dtype == torch.float8_e4m3fn else 0
+        return 2 * self.num_layers * (self.kv_size * dtype.itemsize + exponents)
 
 
 @cache  # plans ask for it hundreds of times

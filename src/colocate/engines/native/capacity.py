@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -40,6 +41,22 @@ def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int)
     return pages_for(longest_sequence(prompts, max_tokens) - 1, page_size)
 
 
+def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str]:
+    """Tokens of the longest sequence that is decoded, and what says so.
+
+    Raises:
+        ValueError: `max_model_len` is more than the model allows.
+    """
+    if max_model_len is None:
+        return layout.max_position, layout.max_position_reason
+    if max_model_len > layout.max_position:
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
+            f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
+        )
+    return max_model_len, f"max_model_len = {max_model_len}"
+
+
 def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max_num_seqs: int) -> int:
     """Pages with which the rollout never waits for a page: those of the `max_num_seqs` largest sequences.
 
@@ -61,7 +78,13 @@ def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max
 
 
 def take_weights(
-    weights: RolloutWeights, cache: KVCache, layout: Layout, *, wanted_pages: int, needed_pages: int
+    weights: RolloutWeights,
+    cache: KVCache,
+    layout: Layout,
+    *,
+    kv_dtype: torch.dtype,
+    wanted_pages: int,
+    needed_pages: int,
 ) -> None:
     """Take memory for weights that a rollout does not read from the trainer, before the cache takes pages.
 
@@ -73,6 +96,7 @@ def take_weights(
     sleep are given up where the weights need the memory.
 
     Args:
+        kv_dtype: the type of keys and values in the cache.
         wanted_pages: pages with which no sequence waits (`useful_pages`), or the size that was set.
         needed_pages: pages of the longest sequence (`pages_of_longest`).
 
@@ -91,8 +115,8 @@ def take_weights(
         return
     dtype, device = layout.dtype, layout.device
     usable_bytes = _usable_bytes(cache.num_bytes + weights.num_bytes, device)
-    num_pages = _pages_within(usable_bytes - copy_bytes, cache, dtype, device)
-    is_copy_faster = num_pages * cache.page_bytes(dtype) >= COPY_BREAK_EVEN * copy_bytes
+    num_pages = _pages_within(usable_bytes - copy_bytes, cache, kv_dtype, device)
+    is_copy_faster = num_pages * cache.page_bytes(kv_dtype) >= COPY_BREAK_EVEN * copy_bytes
     is_copy = num_pages >= wanted_pages or (num_pages >= needed_pages and is_copy_faster)
     was_copy = weights.is_copy
     if weights.needed_bytes(layout, is_copy=is_copy) > weights.num_bytes:
@@ -112,6 +136,19 @@ def take_weights(
             f"leave {num_pages} pages of KV cache, and {wanted_pages} are of use"
         )
         logger.info(f"The 4-bit model decodes from {how}.")
+
+
+def take_8bit(weights: EightBitWeights, cache: KVCache, layout: Layout) -> None:
+    """Take memory for the weights in 8 bits, if need be that of pages that the cache kept during sleep.
+
+    Raises:
+        ArenaExhausted: the device has too little memory for them.
+    """
+    try:
+        weights.allocate(layout)
+    except ArenaExhausted:
+        cache.free()
+        weights.allocate(layout)
 
 
 def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import pages_for
@@ -55,6 +56,7 @@ class Decoder:
         self,
         cache: KVCache,
         weights: RolloutWeights,
+        in_8bit: EightBitWeights,
         backend: TorchBackend,
         layout: Layout,
         *,
@@ -63,6 +65,7 @@ class Decoder:
     ) -> None:
         self.cache = cache
         self.weights = weights
+        self.in_8bit = in_8bit
         self.backend = backend
         capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
@@ -75,7 +78,7 @@ class Decoder:
         self.max_num_seqs = max_num_seqs
         self.max_len = max_len
         self._dtype = layout.dtype
-        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len))
+        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len), in_8bit)
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         """Graphs by (rows, whether prefixes are shared, whether drawing the tokens is captured, too)."""
@@ -100,7 +103,8 @@ class Decoder:
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up again, and forget the graphs if a weight has moved."""
-        runner = ModelRunner(layout, self.weights, self.cache, self.backend, self.runner.rotary_table)
+        table = self.runner.rotary_table
+        runner = ModelRunner(layout, self.weights, self.cache, self.backend, table, self.in_8bit)
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity

@@ -11,28 +11,31 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from colocate.engines.base import BaseEngine
-from colocate.engines.native.all_reduce import make_sum
 from colocate.engines.native.backends import backend_for, default_sizes
 from colocate.engines.native.capacity import (
     FREE_MEMORY_FRACTION,
+    longest_allowed,
     longest_sequence,
     pages_of_longest,
+    take_8bit,
     take_pages,
     take_weights,
     useful_pages,
 )
 from colocate.engines.native.decoder import Decoder, capacity_for
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kept_pages import HostRoom
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.prefix_cache import salt_of
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
-from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
+from colocate.engines.native.tensor_parallel import joined_groups, parallel_for
 from colocate.engines.requests import unextendable
+from colocate.kernels import e4m3
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.layouts import Layout, layout_for
+from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 SMALLEST_PREFILL_TOKENS = 512
@@ -66,6 +69,8 @@ class NativeEngine(BaseEngine):
         kv_cache_tokens: size of the KV cache in tokens, which `wake_up` takes. None: `generate` takes a cache
             as large as its rollout can use. In both cases free memory is the limit.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
+        rollout_precision: "bf16": the model's own type. "fp8_kv": keys and values are stored in 8 bits.
+            "fp8": products with q, k, v, gate, up and down are in 8 bits, too (`EightBitWeights`).
 
     Raises:
         ValueError: the model has no layout, a size is out of range, or `group` has not one rank for each part
@@ -83,8 +88,9 @@ class NativeEngine(BaseEngine):
         page_size: int | None = None,
         kv_cache_tokens: int | None = None,
         max_model_len: int | None = None,
+        rollout_precision: str = "bf16",
     ) -> None:
-        layout = layout_for(model)
+        self._layout = layout = layout_for(model)
         self._backend = backend_for(layout.device)
         defaults = default_sizes(layout.device.type)
         max_num_seqs = defaults[0] if max_num_seqs is None else max_num_seqs
@@ -92,29 +98,22 @@ class NativeEngine(BaseEngine):
         if max_num_seqs < 1 or page_size < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
         self._backend.check_page_size(page_size)
+        self._backend.check_precision(rollout_precision, layout)
         self._backend.tell_fallbacks(layout)
         if kv_cache_tokens is not None and kv_cache_tokens < page_size:
             raise ValueError(
                 f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, "
                 "or set it to None to size the cache by the rollout."
             )
-        if max_model_len is not None and max_model_len > layout.max_position:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
-                f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
-            )
         self._model: nn.Module | None = model
+        self._rollout_precision = rollout_precision
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
         self._kv_cache_tokens = kv_cache_tokens
-        self._max_len = layout.max_position if max_model_len is None else max_model_len
-        self._max_len_reason = (
-            layout.max_position_reason if max_model_len is None else f"max_model_len = {max_model_len}"
-        )
+        self._max_len, self._max_len_reason = longest_allowed(layout, max_model_len)
         self._vocab_size = layout.embed_tokens.num_embeddings
-        self._layout = layout
         capacity = capacity_for(max_num_seqs, self._backend)
-        self._parallel = self._backend.parallel = _parallel_for(layout, group, capacity)
+        self._parallel = self._backend.parallel = parallel_for(layout, group, capacity)
         self._cache = KVCache(
             num_layers=len(layout.layers),
             num_kv_heads=layout.num_local_kv_heads,
@@ -123,6 +122,7 @@ class NativeEngine(BaseEngine):
             scratch_bytes=self._backend.scratch_bytes(layout, capacity),
         )
         self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
+        self._in_8bit = EightBitWeights()
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
@@ -145,7 +145,7 @@ class NativeEngine(BaseEngine):
 
     @property
     def rollout_weight_bytes(self) -> int:
-        return self._weights.num_bytes
+        return self._weights.num_bytes + self._in_8bit.num_bytes
 
     @property
     def num_weight_parts(self) -> int:
@@ -373,8 +373,9 @@ class NativeEngine(BaseEngine):
         The engine keeps the memory for rollout weights first, then that of the KV cache, but no contents.
         """
         self._suspend()
-        self._weights.free(keep_bytes)
-        self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
+        for memory in (self._weights, self._in_8bit, self._cache):
+            memory.free(keep_bytes)
+            keep_bytes = max(0, keep_bytes - memory.num_bytes)
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make again, and it refers to weights that may be moved
         super().sleep()
@@ -388,9 +389,9 @@ class NativeEngine(BaseEngine):
         self._check_open()
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
-            take = partial(take_weights, self._weights, self._cache, self._layout)
-            self._parallel.attempt(partial(take, wanted_pages=wanted, needed_pages=1), None)
-            num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
+            take = partial(self._take_weights, wanted_pages=wanted, needed_pages=1)
+            self._parallel.attempt(take, None)
+            num_pages = take_pages(self._cache, wanted, self._kv_dtype, self._layout.device)
             if num_pages < wanted:
                 share = FREE_MEMORY_FRACTION[self._layout.device.type]
                 warnings.warn(
@@ -414,11 +415,14 @@ class NativeEngine(BaseEngine):
         self._decoder = self._model = None
         self._cache.close()
         self._weights.close()
+        self._in_8bit.close()
 
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this rollout, else a new one."""
         layout, decoder = self._layout, self._decoder
         self._weights.prepare(layout)
+        if self._rollout_precision == "fp8":
+            self._in_8bit.prepare(layout, self._weights)
         max_len = longest_sequence(prompts, max_tokens)
         if decoder is not None and decoder.fits(layout, max_len=max_len):
             decoder.refresh(layout)
@@ -431,6 +435,7 @@ class NativeEngine(BaseEngine):
         self._decoder = Decoder(
             self._cache,
             self._weights,
+            self._in_8bit,
             self._backend,
             layout,
             max_num_seqs=self._max_num_seqs,
@@ -439,10 +444,15 @@ class NativeEngine(BaseEngine):
         return self._decoder
 
     @property
+    def _kv_dtype(self) -> torch.dtype:
+        """The type of keys and values in the cache."""
+        return self._layout.dtype if self._rollout_precision == "bf16" else e4m3.DTYPE
+
+    @property
     def _num_pages(self) -> int:
         """Pages of the KV cache for weights of the model's present type and device."""
-        layout = self._layout
-        return self._cache.num_pages if self._cache.is_on(layout.dtype, layout.device) else 0
+        is_in_place = self._cache.is_on(self._kv_dtype, self._layout.device)
+        return self._cache.num_pages if is_in_place else 0
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Take memory for this rollout if no size was given."""
@@ -454,11 +464,19 @@ class NativeEngine(BaseEngine):
             wanted = self._kv_cache_tokens // page_size
         self._wanted_pages = wanted
         wanted = min(wanted, self._max_pages or wanted)
-        take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
-        is_in_place = self._cache.is_on(layout.dtype, layout.device)
+        self._take_weights(wanted_pages=wanted, needed_pages=needed)
+        is_in_place = self._cache.is_on(self._kv_dtype, layout.device)
         # A given size was taken by `wake_up`, unless the model was converted or moved since then.
         if self._num_pages < wanted and (self._kv_cache_tokens is None or not is_in_place):
-            take_pages(self._cache, wanted, layout.dtype, layout.device)
+            take_pages(self._cache, wanted, self._kv_dtype, layout.device)
+
+    def _take_weights(self, *, wanted_pages: int, needed_pages: int) -> None:
+        """Take memory for weights that the rollout does not read from the trainer."""
+        layout, cache = self._layout, self._cache
+        if self._rollout_precision == "fp8":
+            take_8bit(self._in_8bit, cache, layout)
+        sizes = dict(wanted_pages=wanted_pages, needed_pages=needed_pages)
+        take_weights(self._weights, cache, layout, kv_dtype=self._kv_dtype, **sizes)
 
     def _check_pages(self, available: int, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Raises ValueError unless one sequence alone fits into the `available` pages."""
@@ -475,21 +493,3 @@ class NativeEngine(BaseEngine):
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
-
-
-def _parallel_for(layout: Layout, group: ProcessGroup | None, capacity: int) -> OneRank:
-    """The ranks that decode together with this one, in steps of up to `capacity` rows."""
-    num_ranks = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    part = layout.part
-    if (part.index, part.count) != (rank, num_ranks):
-        raise ValueError(
-            f"The model holds part {part.index} of {part.count} of its weights, and this is rank {rank} of "
-            f"{num_ranks} that decode together. Pass as `group` the ranks that hold its {part.count} parts, "
-            "or None for a model that was not split."
-        )
-    if group is None:
-        return ONE_RANK
-    num_bytes = capacity * layout.embed_tokens.embedding_dim * layout.dtype.itemsize
-    sums = make_sum(group, layout.device, num_bytes=num_bytes, num_rows=capacity)
-    return TensorParallel(sums, layout.device)

@@ -12,6 +12,8 @@ from colocate.memory.rows import Row, total_bytes
 from colocate.memory.workload import Workload
 from colocate.weights.shapes import ModelShapes
 
+_IN_HANDLES = f"in whole handles of {HANDLE_BYTES // 2**20} MiB"
+
 
 def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     """The rows of the memory that the engine holds on a GPU all the time, during training as well.
@@ -63,12 +65,14 @@ def rollout_rows(
     Args:
         room_bytes: device memory that the rest of the run leaves; None: without limit.
     """
-    per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
+    per_token = shapes.kv_bytes_per_token(workload.kv_dtype)
     others, scratch = _prefill_rows(shapes, workload), workload.decode_scratch_bytes
-    usable = None
+    in_8bit, usable = _8bit_rows(shapes, workload), None
     if room_bytes is not None:
+        room_bytes -= total_bytes(in_8bit)  # they are taken first
         share = int(FREE_MEMORY_FRACTION["cuda"] * room_bytes)
         usable = min(share, room_bytes - total_bytes(others)) - scratch
+    others += in_8bit
     weights = _rollout_weights_row(shapes, workload, usable)
     if weights is not None:
         others.append(weights)
@@ -80,8 +84,7 @@ def rollout_rows(
     kv_bytes = tokens * per_token
     how = f"{tokens:,} tokens × {per_token:,} B"
     if workload.is_gpu:
-        in_handles = -(-(kv_bytes + scratch) // HANDLE_BYTES) * HANDLE_BYTES
-        kv_bytes, how = in_handles - scratch, f"{how}, in whole handles of {HANDLE_BYTES // 2**20} MiB"
+        kv_bytes, how = _in_handles(kv_bytes + scratch) - scratch, f"{how}, {_IN_HANDLES}"
     kv_cache = Row("KV cache", "rollout", kv_bytes, how)
     return [kv_cache, _decode_row(shapes, workload), *others], tokens
 
@@ -135,6 +138,21 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     ]
 
 
+def _8bit_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+    """The row of the weights in 8 bits (`EightBitWeights`), if the rollout has any."""
+    if workload.rollout_precision != "fp8":
+        return []
+    count = shapes.num_8bit_weights
+    size_bytes, how = count, f"{count:,} × 1 B, all projections but o"
+    if workload.is_gpu:
+        size_bytes, how = _in_handles(count), f"{how}, {_IN_HANDLES}"
+    return [Row("weights in 8 bits", "rollout", size_bytes, how)]
+
+
+def _in_handles(num_bytes: int) -> int:
+    return -(-num_bytes // HANDLE_BYTES) * HANDLE_BYTES
+
+
 def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
     """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
     the adapters' A beside split weights; or of the weights that are gathered."""
@@ -150,7 +168,7 @@ def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: 
     count = shapes.num_projection_weights + shapes.num_stacked
     how = f"a copy: {count:,} × {b} B"
     if usable_bytes is not None:
-        per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
+        per_token = shapes.kv_bytes_per_token(workload.kv_dtype)
         wanted = workload.kv_cache_tokens or useful_kv_tokens(workload)
         copy, left = count * b, usable_bytes - count * b
         is_copy_faster = left >= COPY_BREAK_EVEN * copy

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from colocate.engines.native.pages import PagePool
+from colocate.kernels import e4m3
+from colocate.kernels.e4m3 import head_block_size
 from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
@@ -18,10 +20,11 @@ PAGES_PER_COPY = 64
 class KVCache:
     """Keys and values of all layers, in pages of `page_size` tokens.
 
-    On a CPU it is one tensor [layers, 2, num_pages, K, page_size, D], K key-value heads of size D; the second
-    dimension is keys, values.
+    On a CPU it is one tensor [layers, 2, num_pages, K, block], K key-value heads; the second dimension is
+    keys, values. A block is [page_size, D], D the head size; in 8 bits (e4m3) it ends with the exponents of
+    its tokens, one byte each (`kernels.e4m3`).
 
-    On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, page_size, D] behind
+    On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, block] behind
     `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has
     captured them stays valid when the cache shrinks, grows, or is freed and taken again.
 
@@ -51,8 +54,10 @@ class KVCache:
         self._arena: Arena | None = None
         self._num_pages = 0
         self.pool = PagePool(0)
-        # [layers, 2, pages, K, page_size, D]; on a GPU a view of all pages that the whole device could hold.
+        # [layers, 2, pages, K, block], in bytes if e4m3; on a GPU a view of all pages that the whole device
+        # could hold.
         self._data: Tensor | None = None
+        self._dtype: torch.dtype | None = None
         self._scratch: Tensor | None = None
 
     @property
@@ -77,16 +82,16 @@ class KVCache:
         """Whether the cache has memory now, for this type and on this device."""
         if self._data is None or not self._num_pages:
             return False
-        return self._data.dtype == dtype and self._data.device == device
+        return self._dtype == dtype and self._data.device == device
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one page: keys and values of `page_size` tokens in all layers."""
-        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.num_layers * 2 * self.num_kv_heads * self._block_size(dtype) * dtype.itemsize
 
     def bytes_of(self, num_pages: int) -> int:
         """Bytes of pages in the type that the cache has."""
-        assert self._data is not None, "the KV cache has no storage"
-        return num_pages * self.page_bytes(self._data.dtype)
+        assert self._dtype is not None, "the KV cache has no storage"
+        return num_pages * self.page_bytes(self._dtype)
 
     def allocate(
         self, num_pages: int, dtype: torch.dtype, device: torch.device, *, has_room_to_copy: bool = False
@@ -111,9 +116,10 @@ class KVCache:
             num_kept = min(self._num_pages, num_pages)
             stays = stays and has_room_to_copy
             self.close()
-            shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+            shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self._block_size(dtype))
             # Zeros, because attention on a CPU multiplies masked positions by 0, and 0 * NaN would be NaN.
-            self._data = torch.zeros(shape, dtype=dtype, device=device)
+            self._data = torch.zeros(shape, dtype=_stored_as(dtype), device=device)
+            self._dtype = dtype
             if stays and old is not None:
                 self._data[:, :, :num_kept].copy_(old[:, :, :num_kept])
             self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
@@ -127,31 +133,34 @@ class KVCache:
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
-        if self._arena is None or self._data is None:
+        if self._arena is None or self._dtype is None:
             self.close()
             return
         handle_bytes = self._arena.handle_bytes
         self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
         kept_bytes = max(0, self._arena.mapped_bytes - self.scratch_bytes)
-        self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._data.dtype))
+        self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._dtype))
         self.forget()
 
     def close(self) -> None:
         """Give the memory back, and on a GPU the reserved addresses, too."""
         if self._arena is not None:
             self._arena.close()
-        self._arena = self._data = self._scratch = None
+        self._arena = self._data = self._dtype = self._scratch = None
         self._num_pages = 0
         self.forget()
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
-        A page is contiguous; the next page begins `stride(0)` elements after it. On a GPU the first dimension
-        may exceed `num_pages`: pages from `num_pages` on have no memory and must not be read or written.
+        A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins
+        `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from
+        `num_pages` on have no memory and must not be read or written.
         """
-        assert self._data is not None, "the KV cache has no storage"
-        return self._data[index, 0], self._data[index, 1]
+        assert self._data is not None and self._dtype is not None, "the KV cache has no storage"
+        values = self._data[index, ..., : self.page_size * self.head_dim].view(self._dtype)
+        keys, values = values.unflatten(-1, (self.page_size, self.head_dim))
+        return keys, values
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole pages, in all layers at once. No page is both a source and a destination."""
@@ -165,7 +174,7 @@ class KVCache:
             data.index_copy_(dim, to, data.index_select(dim, from_))
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """Copies of pages in host memory, [pages, layers, 2, K, page_size, D]; pinned, if a GPU's."""
+        """Copies of pages in host memory, [pages, layers, 2, K, block]; pinned, if a GPU's."""
         assert self._data is not None, "the KV cache has no storage"
         by_page, is_gpu = self._data.movedim(2, 0), self._data.is_cuda
         shape = (len(pages), *by_page.shape[1:])
@@ -196,10 +205,17 @@ class KVCache:
 
     def _map(self, arena: Arena, num_pages: int, dtype: torch.dtype) -> None:
         arena.resize(self.scratch_bytes + num_pages * self.page_bytes(dtype))
-        has_tensors = self._data is not None and self._data.dtype == dtype
-        if arena.mapped_bytes and not has_tensors:
+        if arena.mapped_bytes and self._dtype != dtype:
             max_pages = (arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
-            shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
-            pages = arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
-            self._data = pages.permute(1, 2, 0, 3, 4, 5)
+            shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self._block_size(dtype))
+            pages = arena.tensor(shape, _stored_as(dtype), offset_bytes=self.scratch_bytes)
+            self._data, self._dtype = pages.permute(1, 2, 0, 3, 4), dtype
             self._scratch = arena.tensor((self.scratch_bytes,), torch.uint8)
+
+    def _block_size(self, dtype: torch.dtype) -> int:
+        return head_block_size(self.page_size, self.head_dim, dtype)
+
+
+def _stored_as(dtype: torch.dtype) -> torch.dtype:
+    """The type in which the cache's memory is indexed: bytes for e4m3, which few operations take."""
+    return torch.uint8 if dtype == e4m3.DTYPE else dtype

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.projections import PartialProjection, Projection
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -27,10 +28,16 @@ The keys and values of 4 x 8,192 tokens take 128 MiB a layer at 8 heads of 128 i
 class LayerWeights:
     """One decoder layer's parameters, looked up when this object is made."""
 
-    def __init__(self, weights: RolloutWeights, layer: LayerLayout, part: WeightPart) -> None:
+    def __init__(
+        self, weights: RolloutWeights, in_8bit: EightBitWeights, layer: LayerLayout, part: WeightPart
+    ) -> None:
         qkv, o, gate_up, down = layer.projection_groups()
-        self.qkv, self.gate_up = (Projection(weights, modules, part) for modules in (qkv, gate_up))
-        self.o, self.down = (PartialProjection(weights, modules, part) for modules in (o, down))
+        self.qkv, self.gate_up = (
+            Projection(weights, modules, part, in_8bit.of(modules)) for modules in (qkv, gate_up)
+        )
+        self.o, self.down = (
+            PartialProjection(weights, modules, part, in_8bit.of(modules)) for modules in (o, down)
+        )
         self.input_norm = _weight(layer.input_norm)
         self.post_attention_norm = _weight(layer.post_attention_norm)
         self.q_norm = None if layer.q_norm is None else _weight(layer.q_norm)
@@ -54,6 +61,7 @@ class ModelRunner:
 
     Args:
         rotary_table: cos and sin of the rotary angles, each [positions, D].
+        in_8bit: the weights for products in 8 bits; it may have none.
     """
 
     def __init__(
@@ -63,11 +71,12 @@ class ModelRunner:
         cache: KVCache,
         backend: TorchBackend,
         rotary_table: tuple[Tensor, Tensor],
+        in_8bit: EightBitWeights,
     ) -> None:
         self.layout = layout
         self.cache = cache
         self.backend = backend
-        self._layers = [LayerWeights(weights, layer, layout.part) for layer in layout.layers]
+        self._layers = [LayerWeights(weights, in_8bit, layer, layout.part) for layer in layout.layers]
         self._norm = _weight(layout.norm)
         self.rotary_table = rotary_table
 
@@ -180,7 +189,7 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """The attention block of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
-        x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+        x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, factor=layer.qkv.input_factor)
         qkv = layer.qkv(backend, x, in_parts=in_parts).unflatten(-1, (-1, self.layout.head_dim))
         rotation = Rotation(*self.rotary_table, layer.q_norm, layer.k_norm, eps)
         attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
@@ -189,8 +198,10 @@ class ModelRunner:
     def _mlp(self, index: int, in_parts: bool, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The MLP of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
-        x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        gated = layer.gate_up.gated(backend, layer.activation, x)
+        factor = layer.gate_up.input_factor
+        x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, factor=factor)
+        in_8bit = layer.down.takes_8bit
+        gated = layer.gate_up.gated(backend, layer.activation, x, in_8bit=in_8bit)
         return layer.down(backend, gated, in_parts=in_parts), residual
 
     def _last_logits(self, last: Tensor, x: Tensor, residual: Tensor) -> Tensor:

@@ -64,6 +64,14 @@ class ProjectionWeight:
         if self.stack is not None:
             fill_stacks([(self.stack, self.storage)])
 
+    def read_stack(self) -> Tensor | None:
+        """The adapters' A alone, [the stack's rows, in], valid until another weight is read; None: no A."""
+        if self.stack is None or self.stacked_a is not None:
+            return self.stacked_a
+        if self.linears:
+            fill_stacks([(self.stack, self.storage)])
+        return self.storage[-self.stack.num_rows :]
+
     def identity(self) -> Iterator[object]:
         """The addresses and sizes that a captured graph that reads these weights depends on."""
         yield self.storage.data_ptr(), None if self.stack is None else self.stack.num_rows
@@ -139,9 +147,9 @@ class RolloutWeights:
             if num_bytes:
                 assert self._storage is not None, "there is no memory for the rollout's weights"
                 place = self._storage[offset : offset + num_bytes].view(layout.dtype)
-                self._places[linears[0]] = place.view(-1, _num_inputs(modules, layout.part))
+                self._places[linears[0]] = place.view(-1, num_inputs(modules, layout.part))
                 if self.is_copy:
-                    offset += _aligned(num_bytes)
+                    offset += aligned(num_bytes)
             if any(map(is_4bit, linears)):
                 if self.is_copy:
                     stack = self._stack(modules, layout.part)
@@ -171,7 +179,7 @@ class RolloutWeights:
         """Bytes for a copy of all projections with 4-bit weights, or for the largest one; for a copy of what
         this rank needs of the adapters' A beside split weights; 0: a rollout reads the trainer's own."""
         sizes = [self._num_bytes(modules, layout) for modules in _groups(layout)]
-        return sum(map(_aligned, sizes)) if is_copy else max(sizes, default=0)
+        return sum(map(aligned, sizes)) if is_copy else max(sizes, default=0)
 
     def _stack(self, modules: Sequence[nn.Module], part: WeightPart) -> AdapterStack | None:
         return AdapterStack.of(local_adapters(modules, part)) if self._stacks_adapters else None
@@ -183,7 +191,7 @@ class RolloutWeights:
         rows = sum(linear.out_features for linear in linears) if has_4bit else 0
         if stack is not None and (has_4bit or layout.part != WHOLE):
             rows += stack.num_rows
-        return rows * _num_inputs(modules, layout.part) * layout.dtype.itemsize
+        return rows * num_inputs(modules, layout.part) * layout.dtype.itemsize
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
@@ -213,11 +221,12 @@ def _groups(layout: Layout) -> Iterator[Sequence[nn.Module]]:
         yield from layer.projection_groups()
 
 
-def _num_inputs(modules: Sequence[nn.Module], part: WeightPart) -> int:
+def num_inputs(modules: Sequence[nn.Module], part: WeightPart) -> int:
     """Columns of the input that this rank's part of layers that read the same input multiplies."""
     num_inputs: int = base_linear(modules[0]).in_features
     return num_inputs // part.count if len(modules) == 1 else num_inputs
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to where the next weight may begin."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from colocate.engines.native.all_reduce import GroupSum
+from colocate.engines.native.all_reduce import GroupSum, make_sum
 from colocate.memory.arena import ArenaExhausted
 from colocate.types import Prompt, SamplingParams
+from colocate.weights.layouts import Layout
 
 Result = TypeVar("Result")
 
@@ -194,3 +195,21 @@ def joined_groups(prompts: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
         else:
             joined.append(prompt)
     return joined
+
+
+def parallel_for(layout: Layout, group: ProcessGroup | None, capacity: int) -> OneRank:
+    """The ranks that decode together with this one, in steps of up to `capacity` rows."""
+    num_ranks = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    part = layout.part
+    if (part.index, part.count) != (rank, num_ranks):
+        raise ValueError(
+            f"The model holds part {part.index} of {part.count} of its weights, and this is rank {rank} of "
+            f"{num_ranks} that decode together. Pass as `group` the ranks that hold its {part.count} parts, "
+            "or None for a model that was not split."
+        )
+    if group is None:
+        return ONE_RANK
+    num_bytes = capacity * layout.embed_tokens.embedding_dim * layout.dtype.itemsize
+    sums = make_sum(group, layout.device, num_bytes=num_bytes, num_rows=capacity)
+    return TensorParallel(sums, layout.device)

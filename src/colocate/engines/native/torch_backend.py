@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colocate.engines.build import ROLLOUT_PRECISIONS
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler, choose
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank
-from colocate.kernels import definitions
+from colocate.kernels import definitions, e4m3
 from colocate.kernels.definitions import Rotation
-from colocate.weights.adapters import AdaptedLinear
+from colocate.weights.adapters import AdaptedLinear, EightBitRows, EightBitWeight
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import LowRank
 
@@ -52,6 +53,12 @@ class TorchBackend:
     def check_page_size(self, page_size: int) -> None:
         """Raises ValueError if these operations cannot work with pages of `page_size` tokens."""
 
+    def check_precision(self, rollout_precision: str, layout: Layout) -> None:
+        """Raises ValueError if these operations cannot compute in this precision with this model."""
+        if rollout_precision not in ROLLOUT_PRECISIONS:
+            known = ", ".join(ROLLOUT_PRECISIONS)
+            raise ValueError(f"rollout_precision={rollout_precision!r} is unknown; it is one of {known}.")
+
     def tell_fallbacks(self, layout: Layout) -> None:
         """Log which operations have no kernel for this model and take a slower way."""
 
@@ -74,12 +81,19 @@ class TorchBackend:
         """Whether steps of these groups would read shared pages once for several rows."""
         return False
 
-    def linear(self, x: Tensor, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out].
 
-        It is written to `out` if that is given.
+        It is written to `out` if that is given. In 8 bits `x` may be rounded already, by `add_rms_norm`.
         """
         weight, bias = adapted.weight, adapted.bias
+        if adapted.in_8bit is not None:
+            output = self.product_8bit(x, adapted.in_8bit, bias, out)
+            for columns, adapter in adapted.adapters:
+                assert isinstance(x, Tensor), "adapters read the input in the model's type"
+                adapter.add_to(output[:, columns], x)
+            return output
+        assert isinstance(x, Tensor), "weights in the model's type are multiplied in it"
         if num_below := adapted.num_rows_below:
             weight = weight[:-num_below]
             bias = None if bias is None else bias[:-num_below]
@@ -87,6 +101,28 @@ class TorchBackend:
         for columns, adapter in adapted.adapters:
             adapter.add_to(output[:, columns], x)
         return output
+
+    def product_8bit(
+        self, x: Tensor | EightBitRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [T, in] times a weight in 8 bits, plus the bias; [T, out]. It rounds x to 8 bits if it is not."""
+        rows = self.rounded(x, weight)
+        output = F.linear(rows.values.float(), weight.values.float()) * (weight.input_factor * weight.factor)
+        if weight.by_row:
+            output *= rows.factors[:, None]
+        if bias is not None:
+            output += bias
+        return output.to(weight.dtype) if out is None else out.copy_(output)
+
+    def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
+        """x [T, in] in 8 bits, as the weight wants it; without `by_row` the rows' factors are not used."""
+        if isinstance(x, EightBitRows):
+            return x
+        if weight.by_row:
+            values, exponents = e4m3.quantize(x)
+            return EightBitRows(values, e4m3.factors(exponents))
+        values = x if e4m3.is_8bit(x) else (x.float() / weight.input_factor).to(e4m3.DTYPE)
+        return EightBitRows(values, weight.input_factor.expand(len(x)))
 
     def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         """`linear` as a sum of two terms, the second of low rank and not multiplied out, or whole, and None.
@@ -96,20 +132,28 @@ class TorchBackend:
         """
         return self.linear(x, adapted), None
 
-    def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+    def linear_in_parts(self, x: Tensor | EightBitRows, adapted: AdaptedLinear) -> Tensor:
         """`linear`, or [parts, T, out] float32, which `add_rms_norm` and `decode_attention` add up."""
         return self.linear(x, adapted)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The RMS norm of x + residual, and x + residual itself, both [T, hidden]; None counts as 0.
 
-        `x` may be in parts (`linear_in_parts`).
+        `x` may be in parts (`linear_in_parts`). With a `factor` the norm is divided by it and rounded to
+        e4m3.
         """
         if residual is not None:
             x = x + residual
-        return definitions.rms_norm(x, weight, eps, offset), x
+        normed = definitions.rms_norm(x, weight, eps, offset)
+        return normed if factor is None else (normed.float() / factor).to(e4m3.DTYPE), x
 
     def rotate_and_store(
         self,
@@ -127,7 +171,8 @@ class TorchBackend:
             rotation: tables of cosines and sines, and the weights of the norms of queries and keys.
             positions: [T].
             slots: [T], page * page_size + offset in the page; a negative slot is not stored.
-            k_cache, v_cache: [num_pages, K, page_size, D].
+            k_cache, v_cache: [num_pages, K, page_size, D] in the type of `qkv`, or e4m3 with exponents behind
+                each head's values (`kernels.e4m3`).
         """
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -147,9 +192,14 @@ class TorchBackend:
         return definitions.gate(activation, gate_up, low_rank)
 
     def gated_linear(
-        self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
-    ) -> Tensor:
-        """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I]."""
+        self,
+        activation: Callable[[Tensor], Tensor],
+        x: Tensor,
+        adapted: AdaptedLinear,
+        *,
+        in_8bit: bool = False,
+    ) -> Tensor | EightBitRows:
+        """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I], with `in_8bit` it may be in 8."""
         return self.gate(activation, *self.linear_in_two_terms(x, adapted))
 
     def prefill_attention(

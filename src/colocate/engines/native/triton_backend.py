@@ -12,15 +12,17 @@ import triton
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from colocate.engines.native.attention import tokens_at
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.eight_bit_weights import SIDE, check_gpu
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
-from colocate.kernels import fallbacks, gate, lora, norms, rotary, sampling, steps
+from colocate.kernels import e4m3, fallbacks, gate, lora, norms, quantize, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
-from colocate.weights.adapters import AdaptedLinear, AdapterStack
+from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows, EightBitWeight
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
@@ -54,6 +56,16 @@ class TritonBackend(TorchBackend):
                 "None for 64."
             )
 
+    def check_precision(self, rollout_precision: str, layout: Layout) -> None:
+        super().check_precision(rollout_precision, layout)
+        device = layout.device
+        if rollout_precision == "bf16" or device.type != "cuda":
+            return
+        gpu = f"{device}, {torch.cuda.get_device_name(device)},"
+        check_gpu(rollout_precision, layout, torch.cuda.get_device_capability(device), gpu)
+        if rollout_precision == "fp8":
+            fallbacks.tell(fallbacks.of_products_8bit(layout.dtype))
+
     def tell_fallbacks(self, layout: Layout) -> None:
         if layout.device.type == "cuda":  # and not Triton's interpreter
             model = layout.dtype, layout.head_dim, layout.layers[0].activation
@@ -85,19 +97,61 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         return self._prefixes.would_share(rows_by_group)
 
-    def linear(self, x: Tensor, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
-        if stack is None or len(x) > lora.MAX_ROWS:
+        if stack is None or isinstance(x, EightBitRows) or len(x) > lora.MAX_ROWS:
             return super().linear(x, adapted, out)
-        output, reduced = _products(x, adapted, stack, out)
+        output, reduced = self._products(x, adapted, stack, out)
         lora.expand(output, reduced, stack)
         return output
+
+    def _products(
+        self, x: Tensor, adapted: AdaptedLinear, stack: AdapterStack, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """W x [T, out], written to `out` if that is given, and the adapters' A x [T, the stack's rows]."""
+        if adapted.in_8bit is not None:
+            assert adapted.stacked_a is not None, "there are no rows below weights in 8 bits"
+            output = self.product_8bit(x, adapted.in_8bit, adapted.bias, out)
+            return output, F.linear(x, adapted.stacked_a)
+        if adapted.stacked_a is not None:
+            return product(x, adapted.weight, adapted.bias, out), F.linear(x, adapted.stacked_a)
+        assert out is None, "weights with adapters below them are whole, and their products are not summed"
+        both = F.linear(x, adapted.weight, adapted.bias)
+        return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
+
+    def product_8bit(
+        self, x: Tensor | EightBitRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        rows = self.rounded(x, weight)
+        # In Triton's interpreter, and for models in float32, which are for comparisons: with a result in
+        # float32 cuBLAS has refused products, and a rounded one would differ from the reference.
+        if not rows.values.is_cuda or weight.dtype == torch.float32:
+            return super().product_8bit(rows, weight, bias, out)
+        factors = rows.factors[:, None] if weight.by_row else weight.input_factor
+        output = torch._scaled_mm(
+            _filled_up(rows.values),
+            weight.values.t(),
+            _filled_up(factors) if weight.by_row else factors,
+            weight.factor,
+            bias=bias,
+            out_dtype=weight.dtype,
+            use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
+        )
+        output = output[: len(rows.values)]
+        return output if out is None else out.copy_(output)
+
+    def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
+        if isinstance(x, Tensor) and weight.by_row:
+            return EightBitRows(*quantize.rows(x))
+        if isinstance(x, Tensor) and not e4m3.is_8bit(x):
+            x = quantize.scaled(x.contiguous(), weight.input_factor)
+        return super().rounded(x, weight)
 
     def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
             return self.linear(x, adapted), None
-        output, reduced = _products(x, adapted, stack)
+        output, reduced = self._products(x, adapted, stack)
         if not stack.covers(output.shape[1]):
             lora.expand(output, reduced, stack)
             return output, None
@@ -110,8 +164,8 @@ class TritonBackend(TorchBackend):
             tuple(adapter.scaling for adapter in stack.adapters),
         )
 
-    def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
-        if not adapted.adapters and self._streams(x, adapted):
+    def linear_in_parts(self, x: Tensor | EightBitRows, adapted: AdaptedLinear) -> Tensor:
+        if not isinstance(x, EightBitRows) and not adapted.adapters and self._streams(x, adapted):
             from colocate.kernels import streamed
 
             return streamed.product(x, adapted.weight, adapted.bias)
@@ -119,17 +173,25 @@ class TritonBackend(TorchBackend):
 
     def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
         """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
-        if not HAS_GLUON_KERNELS or adapted.is_written_before_use or self.parallel.num_parts > 1:
+        if not HAS_GLUON_KERNELS or adapted.in_8bit is not None or self.parallel.num_parts > 1:
+            return False
+        if adapted.is_written_before_use:
             return False
         from colocate.kernels.streamed import can_stream
 
         return can_stream(x, adapted.weight)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         is_alone = self.parallel.num_parts == 1
-        return norms.add_rms_norm(x, residual, weight, eps, offset, follows_kernel=is_alone)
+        return norms.add_rms_norm(x, residual, weight, eps, offset, factor, follows_kernel=is_alone)
 
     def rotate_and_store(
         self,
@@ -165,10 +227,17 @@ class TritonBackend(TorchBackend):
         return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
 
     def gated_linear(
-        self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
-    ) -> Tensor:
-        is_plain = adapted.bias is None and not adapted.adapters and is_silu(activation)
-        if is_plain and HAS_GLUON_KERNELS:
+        self,
+        activation: Callable[[Tensor], Tensor],
+        x: Tensor,
+        adapted: AdaptedLinear,
+        *,
+        in_8bit: bool = False,
+    ) -> Tensor | EightBitRows:
+        is_plain = not adapted.adapters and is_silu(activation)
+        if is_plain and in_8bit and adapted.in_8bit is not None:
+            return EightBitRows(*quantize.rows(self.linear(x, adapted), is_gate_up=True))
+        if is_plain and adapted.in_8bit is None and adapted.bias is None and HAS_GLUON_KERNELS:
             from colocate.kernels import streamed, swiglu
 
             if len(x) <= streamed.MAX_GATED_ROWS and self._streams(x, adapted):
@@ -187,7 +256,7 @@ class TritonBackend(TorchBackend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
+        head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[1]
         if fallbacks.why_not_flash(qkv.dtype, head_dim) is not None:
             return super().prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
         _, positions, slots = context.tokens
@@ -196,8 +265,7 @@ class TritonBackend(TorchBackend):
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         context_slots = context.context_slots
         if context_slots is not None:
-            pages, offsets = context_slots // page_size, context_slots % page_size
-            k, v = k_cache[pages, :, offsets], v_cache[pages, :, offsets]
+            k, v = (tokens_at(cache, context_slots, qkv.dtype) for cache in (k_cache, v_cache))
         cu_queries, cu_contexts = context.cu_seqlens
         output = varlen_attn(
             q,
@@ -241,7 +309,7 @@ class TritonBackend(TorchBackend):
             scale=scale,
             sliding_window=window,
             num_splits=num_splits_for(num_rows, num_kv_heads),
-            out=k_cache.new_empty(num_rows, num_heads, head_dim),
+            out=rotation.cos.new_empty(num_rows, num_heads, head_dim),
         )
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -328,15 +396,13 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _products(
-    x: Tensor, adapted: AdaptedLinear, stack: AdapterStack, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """W x [T, out], written to `out` if that is given, and the adapters' A x [T, the stack's rows]."""
-    if adapted.stacked_a is not None:
-        return product(x, adapted.weight, adapted.bias, out), F.linear(x, adapted.stacked_a)
-    assert out is None, "weights with adapters below them are whole, and their products are not summed"
-    both = F.linear(x, adapted.weight, adapted.bias)
-    return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
+def _filled_up(rows: Tensor) -> Tensor:
+    """Rows [T, n] in 8 bits, or their factors, with zeros below them where a product wants more rows."""
+    missing = -len(rows) % SIDE
+    if not missing:  # `pad` would copy them all the same
+        return rows
+    as_bytes = rows.view(torch.uint8)  # e4m3 has no `pad` of its own
+    return F.pad(as_bytes, (0, 0, 0, missing)).view(rows.dtype)
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:

@@ -1,0 +1,194 @@
+"""Weights in 8 bits for a rollout's products with q, k, v, gate, up and down.
+
+They are made from the trainer's when a rollout begins, which moves 5 bytes per weight, in an arena like the
+cache's, so captured graphs find the same addresses in every rollout. The output projection and the head stay
+in the model's type.
+
+Each group of weights that read the same input is divided by one power of two. e4m3's steps are relative, so a
+factor for each block of 128 would only help weights less than 2^-14 of the largest. The same holds for the
+inputs of q, k, v, gate and up: a norm's outputs are at most √hidden times its largest weight, which gives a
+factor that is known before. What down reads has no such bound: each row is divided by a factor of its own, so
+that a completion does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from colocate.engines.native.rollout_weights import RolloutWeights, aligned, num_inputs
+from colocate.kernels import e4m3
+from colocate.memory.arena import Arena
+from colocate.weights.adapters import EightBitWeight, base_linear
+from colocate.weights.layouts import Layout
+from colocate.weights.quantized import is_4bit
+
+LEAST_CAPABILITY = (8, 9)
+"""The compute capability from which on GPUs have e4m3 numbers."""
+SIDE = 16
+"""What the sides of matrices in 8 bits are multiples of: cuBLAS wants pointers and sides aligned to 16 bytes,
+and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
+ROWS_AT_A_TIME = 4096
+"""Rows of a weight that are quantised at a time where no kernel does it."""
+
+
+def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
+    """Refuse a GPU, or a model on it, for which there is nothing in 8 bits.
+
+    Args:
+        layout: of the model, or of this rank's part of it; it may be on the meta device.
+        gpu: which GPU has this compute capability, for the message.
+
+    Raises:
+        ValueError: the GPU has no e4m3 numbers, or products in 8 bits do not take the model's matrices.
+    """
+    if rollout_precision == "bf16":
+        return
+    if capability < LEAST_CAPABILITY:
+        raise ValueError(
+            f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
+            f"compute capability {_dotted(LEAST_CAPABILITY)} on; {gpu} has {_dotted(capability)}. Set "
+            "rollout_precision='bf16'."
+        )
+    sides = {side for modules, _ in _groups(layout) for side in _shape(modules, layout)}
+    odd = [str(side) for side in sorted(sides) if side % SIDE]
+    if rollout_precision == "fp8" and odd:
+        raise ValueError(
+            f"rollout_precision='fp8': products in 8 bits take matrices whose sides are multiples of {SIDE}, "
+            f"and those of q, k, v, gate, up and down have {', '.join(odd)}. Set rollout_precision='fp8_kv'."
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+class EightBitWeights:
+    """Where a rollout in 8 bits finds its weights."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._storage: Tensor | None = None  # uint8; on a GPU all addresses, which need not have memory
+        self._weights: dict[nn.Linear, EightBitWeight] = {}
+        """By the first of the layers that read the same input."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes taken; on a GPU the arena takes whole handles."""
+        if self._arena is not None:
+            return self._arena.mapped_bytes
+        return 0 if self._storage is None else self._storage.nbytes
+
+    def needed_bytes(self, layout: Layout) -> int:
+        """Bytes of the weights and their factors."""
+        return sum(sum(map(aligned, _sizes(modules, norm, layout))) for modules, norm in _groups(layout))
+
+    def allocate(self, layout: Layout) -> None:
+        """Take the memory. Contents are undefined until `prepare`.
+
+        Raises:
+            ArenaExhausted: the device has too little free memory; memory taken earlier stays taken.
+        """
+        num_bytes, device = self.needed_bytes(layout), layout.device
+        if device.type != "cuda":
+            if self._arena is not None or self.num_bytes != num_bytes:
+                self.close()
+                self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return
+        if self._arena is None or self._arena.device != device:
+            self.close()
+            capacity_bytes = torch.cuda.get_device_properties(device).total_memory
+            self._arena = Arena(device, capacity_bytes, purpose="rollout weights in 8 bits")
+        self._arena.resize(num_bytes)
+        if self._storage is None:
+            self._storage = self._arena.tensor((self._arena.capacity_bytes,), torch.uint8)
+
+    @torch.no_grad()
+    def prepare(self, layout: Layout, weights: RolloutWeights) -> None:
+        """Quantise the weights as they are now, from where `weights` has them."""
+        assert self._storage is not None, "there is no memory for the weights in 8 bits"
+        self._weights.clear()
+        offset = 0
+        for modules, norm in _groups(layout):
+            places = []
+            for size in _sizes(modules, norm, layout):
+                places.append(self._storage[offset : offset + size])
+                offset += aligned(size)
+            shape, by_row = _shape(modules, layout), norm is None
+            values = places[0].view(e4m3.DTYPE).view(shape)
+            factor, input_factor = (place.view(torch.float32) for place in places[1:])
+            source = weights.of(modules, layout.part).read()[: shape[0]]
+            low, high = source.aminmax()
+            factor[:] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
+            _quantize(source, factor[0], values)
+            input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1])
+            self._weights[base_linear(modules[0])] = EightBitWeight(
+                values, factor[None] if by_row else factor[0], input_factor[0], by_row, layout.dtype
+            )
+
+    def of(self, modules: Sequence[nn.Module]) -> EightBitWeight | None:
+        """The weight of layers that read the same input; None: it stays in the model's type."""
+        return self._weights.get(base_linear(modules[0]))
+
+    def free(self, keep_bytes: int = 0) -> None:
+        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
+        if self._arena is None:
+            self._storage = None
+            self._weights.clear()
+            return
+        handle_bytes = self._arena.handle_bytes
+        self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
+
+    def close(self) -> None:
+        """Give the memory back, and on a GPU the reserved addresses, too."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._storage = None
+        self._weights.clear()
+
+
+def _quantize(source: Tensor, factor: Tensor, out: Tensor) -> None:
+    if source.is_cuda:
+        from colocate.kernels.quantize import scaled  # triton comes with CUDA builds of torch
+
+        scaled(source.contiguous(), factor, out)  # parts of down lie transposed
+        return
+    for part, place in zip(source.split(ROWS_AT_A_TIME), out.split(ROWS_AT_A_TIME), strict=True):
+        place.view(torch.uint8).copy_((part.float() / factor).to(e4m3.DTYPE).view(torch.uint8))
+
+
+def _norm_factor(norm: Tensor, hidden_size: int) -> Tensor:
+    """The power of two, [] float32, by which every output of a norm with weight [hidden] is at most 448."""
+    largest = math.sqrt(hidden_size) * norm.detach().abs().max().float()
+    return e4m3.factors(e4m3.exponents_for(largest))
+
+
+def _groups(layout: Layout) -> Iterator[tuple[Sequence[nn.Module], Tensor | None]]:
+    """The layers whose weights are in 8 bits, those together that read the same input, and the weight of the
+    norm whose output they read."""
+    for layer in layout.layers:
+        yield layer.qkv, layer.input_norm.weight  # type: ignore[misc]  # a norm has a weight
+        yield layer.gate_up, layer.post_attention_norm.weight  # type: ignore[misc]
+        yield (layer.down,), None
+
+
+def _shape(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int]:
+    """Rows and columns of this rank's part of layers that read the same input."""
+    linears = [base_linear(module) for module in modules]
+    rows = (linear.out_features if is_4bit(linear) else len(linear.weight) for linear in linears)
+    return sum(rows), num_inputs(modules, layout.part)
+
+
+def _sizes(modules: Sequence[nn.Module], norm: Tensor | None, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of a weight, of its factor and of its input's; where rows of the input have factors of their own,
+    a product wants one for each row of the weight, too.
+
+    Each is aligned as a tensor of its own would be: with one factor 4 bytes behind the other, cuBLAS refuses
+    the product in the words that it has for pointers that are not aligned
+    (github.com/pytorch/pytorch/issues/141749).
+    """
+    rows, columns = _shape(modules, layout)
+    return rows * columns, 4 * (rows if norm is None else 1), 4

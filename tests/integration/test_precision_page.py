@@ -1,0 +1,128 @@
+"""What the pages say of rollouts in 8 bits is what the result files have."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from colocate import rollout_precision
+
+ROOT = Path(__file__).parents[2]
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def page(name: str) -> str:
+    return words((ROOT / f"docs/{name}.md").read_text())
+
+
+BENCHMARKS, ENGINE = page("benchmarks"), page("native-engine")
+SECTION = BENCHMARKS.partition("## Rollouts in 8 bits on one H100")[2].partition("## ")[0]
+FILE = json.loads((ROOT / "benchmarks/results/precision-h100.json").read_text())
+CLAIMS: dict[str, float] = FILE["claims"]
+PRECISIONS = ("bf16", "fp8_kv", "fp8")
+CASES = {
+    "7b_256seq": "7B, 32 prompts × 8, 512 + 1,024 tokens",
+    "1p5b_4k_256seq": "1.5B, 256 × 1, 4,096 + 192",
+    "1p5b_512seq": "1.5B, 64 × 8, 256 + 1,024",
+}
+
+
+def record_of(kind: str, case: str | None = None) -> dict[str, Any]:
+    (record,) = (r for r in FILE["repetitions"] if r["kind"] == kind and r.get("case") == case)
+    return record
+
+
+def ratio(figure: str, case: str, precision: str) -> float:
+    return CLAIMS[f"{figure}_{case}_bf16"] / CLAIMS[f"{figure}_{case}_{precision}"]
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def test_speed_and_memory():
+    measured = []
+    for case, shown in CASES.items():
+        for precision in record_of("speed", case)["runs"]:
+            is_base, name = precision == "bf16", f"{case}_{precision}"
+            cells = [shown if is_base else "the same", f"`{precision}`"]
+            for figure in ("step_ms", "rollout_s"):
+                times = "–" if is_base else f"{ratio(figure, case, precision):.2f}"
+                cells += [f"{CLAIMS[f'{figure}_{name}']:.2f}", times]
+            weights = CLAIMS[f"weight_gb_{name}"]
+            cells += [f"{CLAIMS[f'kv_cache_gb_{name}']:.1f}", f"{weights:.1f}" if weights else "–"]
+            measured.append(row(*cells))
+    assert " ".join(measured) in SECTION
+    long = record_of("speed", "1p5b_4k_256seq")
+    decoding_s = long["completion_tokens"] * CLAIMS["step_ms_1p5b_4k_256seq_bf16"] / 1e3
+    assert decoding_s < CLAIMS["rollout_s_1p5b_4k_256seq_bf16"] / 2
+    assert "most of the rollout is reading them" in SECTION
+
+
+def test_what_was_not_measured_was_not():
+    runs = {case: set(record_of("speed", case)["runs"]) for case in CASES}
+    assert runs == {
+        "7b_256seq": {"bf16", "fp8"},
+        "1p5b_4k_256seq": {"bf16", "fp8_kv"},
+        "1p5b_512seq": {"bf16", "fp8_kv", "fp8"},
+    }
+    assert "`fp8` with the long prompts, and `fp8_kv` with 7B" in SECTION
+    for never in ("vLLM's fp8", "an H200", "rewards of training on a GPU"):
+        assert never in SECTION.partition("**Not measured:**")[2]
+    assert not list((ROOT / "benchmarks/results").glob("precision*h200*"))
+
+
+def test_log_ratios():
+    for shown, claim, digits in (
+        ("standard deviation of a token's log-ratio", "log_ratio_sd_{}", 4),
+        ("largest log-ratio of a token", "log_ratio_max_{}", 3),
+        ("share of the samples that counts, 1,024 tokens", "effective_share_{}_1024", 2),
+        ("share of the samples that counts, 8,192 tokens", "effective_share_{}_8192", 2),
+    ):
+        assert row(shown, *(f"{CLAIMS[claim.format(p)]:.{digits}f}" for p in PRECISIONS)) in SECTION
+    record = record_of("log_ratios")
+    training, most = record["training"], CLAIMS["log_ratio_max_fp8"]
+    for said in (
+        f"{training['num_parameters'] / 1e6:.0f} million parameters",
+        f"{training['num_steps']} steps of {training['tokens_per_step']:,} tokens",
+        f"{record['num_sequences']} completions of {record['num_tokens']:,} tokens",
+        f"between {math.exp(-most):.2f} and {math.exp(most):.2f} here",
+    ):
+        assert said in SECTION, said
+
+
+def test_the_engine_page_repeats_them():
+    for said in (
+        f"4,096 tokens {ratio('step_ms', '1p5b_4k_256seq', 'fp8_kv'):.2f} times as fast",
+        f"7B with 256 sequences {ratio('step_ms', '7b_256seq', 'fp8'):.2f} times as fast",
+        f"1.5B with 512 {ratio('step_ms', '1p5b_512seq', 'fp8'):.2f} times",
+        f"{CLAIMS['log_ratio_sd_fp8_kv']:.3f} with `fp8_kv` and {CLAIMS['log_ratio_sd_fp8']:.3f} with `fp8`",
+        f"{CLAIMS['effective_share_fp8_8192']:.0%} were left of the samples with `fp8` at 8,192 tokens",
+        f"assumes s = {rollout_precision.ASSUMED_SPREAD}",
+    ):
+        assert said in ENGINE, said
+    scales = record_of("log_ratios")["scales"]
+    off = {f"{kind}_{way}": f"{error:.1%}" for kind, ways in scales.items() for way, error in ways.items()}
+    for said in (
+        "weights are off by {weights_matrix_power_of_two} with one power of two and by "
+        "{weights_blocks_of_128x128} with a factor for each block of 128 × 128",
+        "keys by {keys_token_power_of_two}, and by {keys_token_float32} with a factor in float32",
+        "`down` reads by {activations_row_power_of_two}, and by {activations_blocks_of_128} with a factor",
+        "takes keys to {keys_page_first_token_times_1}",
+    ):
+        assert said.format(**off) in ENGINE, said
+
+
+def test_the_arithmetic_of_messages_assumes_more_than_was_measured():
+    doc = words(rollout_precision.__doc__ or "")
+    measured = re.search(r's = ([\d.]+) with "fp8_kv" and ([\d.]+) with "fp8"', doc)
+    assert measured is not None
+    assert measured[1] == f"{CLAIMS['log_ratio_sd_fp8_kv']:.3f}"
+    assert measured[2] == f"{CLAIMS['log_ratio_sd_fp8']:.3f}"
+    assert CLAIMS["log_ratio_sd_fp8"] < rollout_precision.ASSUMED_SPREAD

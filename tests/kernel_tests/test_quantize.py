@@ -1,0 +1,93 @@
+"""Rounding to 8 bits in kernels against `kernels.e4m3`, which tests/unit/test_e4m3.py holds to the format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colocate.kernels import e4m3, gate, norms, quantize, rotary
+from colocate.kernels.definitions import norm_and_rotate, rms_norm
+
+
+@pytest.fixture(params=[torch.float32, torch.float16], ids=str)
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+def spread(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of many sizes, and a row of zeros."""
+    torch.manual_seed(0)
+    x = torch.randn(*shape) * torch.exp2(torch.randint(-9, 9, (shape[0], *[1] * (len(shape) - 1))).float())
+    x[1] = 0
+    return x.to(dtype).to(device)
+
+
+@pytest.mark.parametrize(("width", "block"), [(7, 2**15), (4096, 2**15), (5000, 2**15), (18944, 2**14)])
+def test_rows(device, dtype, width, block, monkeypatch):
+    monkeypatch.setattr(quantize, "_MAX_ROW_BLOCK", block)
+    x = spread(5, width + 3, dtype=dtype, device=device)[:, :width]
+    values, factors = quantize.rows(x)
+    expected, exponents = e4m3.quantize(x)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(factors, e4m3.factors(exponents))
+
+
+def test_rows_of_gate_and_up(device):
+    gate_up = spread(4, 2 * 4200, dtype=torch.float32, device=device).clamp(-30, 30)
+    values, factors = quantize.rows(gate_up, is_gate_up=True)
+    expected, exponents = e4m3.quantize(gate.silu_mul(gate_up))
+    assert torch.equal(factors, e4m3.factors(exponents))
+    # The exponential's last bit may round a number the other way.
+    assert (values.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs().max() <= 1
+
+
+def test_scaled(device, dtype):
+    x = spread(3, 1700, dtype=dtype, device=device)
+    factor = e4m3.factors(e4m3.exponents_for(x.abs().amax()))
+    assert torch.equal(
+        quantize.scaled(x, factor).view(torch.uint8), (x.float() / factor).to(e4m3.DTYPE).view(torch.uint8)
+    )
+
+
+def test_norm(device, dtype):
+    x, residual = (spread(6, 192, dtype=dtype, device=device) for _ in range(2))
+    weight = (1 + torch.randn(192)).to(dtype).to(device)
+    factor = torch.tensor(2.0**-3, device=device)
+    values, summed = norms.add_rms_norm(x, residual, weight, 1e-6, None, factor)
+    assert torch.equal(summed, (x.float() + residual.float()).to(dtype))
+    plain = norms.add_rms_norm(x, residual, weight, 1e-6)[0]
+    assert torch.equal(values.view(torch.uint8), (plain.float() / factor).to(e4m3.DTYPE).view(torch.uint8))
+    torch.testing.assert_close(plain, rms_norm(summed, weight, 1e-6), rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_prompts_keys_and_values_are_stored_and_read_back(device, dtype, num_kv_heads):
+    """What attention of the prompt reads is what the pages hold; nothing else of them is touched."""
+    page_size, head_dim, num_heads, num_tokens = 16, 24, 3, 9
+    block = e4m3.head_block_size(page_size, head_dim, e4m3.DTYPE)
+    storage = torch.full((2, 4, num_kv_heads, block), 255, dtype=torch.uint8, device=device)
+    caches = storage[..., : page_size * head_dim].view(e4m3.DTYPE).unflatten(-1, (page_size, head_dim))
+    torch.manual_seed(1)
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype).to(device)
+    angles = torch.rand(64, head_dim, device=device) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=device) + 5
+    slots = torch.tensor([35, 36, -1, 0, 1, 2, 47, 48, 49], dtype=torch.int32, device=device)
+    turned = norm_and_rotate(qkv[:, :-num_kv_heads], None, cos[positions.long()], sin[positions.long()], 1e-6)
+    k, v = turned[:, num_heads:], qkv[:, -num_kv_heads:].clone()
+    rotary.rotate_and_store(
+        qkv, cos, sin, positions, slots, None, None, 1e-6, caches[0], caches[1], num_heads, num_kv_heads
+    )
+    assert torch.equal(qkv[:, :num_heads], turned[:, :num_heads])
+    expected = storage.new_full(storage.shape, 255)
+    for which, heads in enumerate((k, v)):
+        values, exponents = e4m3.quantize(heads)
+        first = num_heads + which * num_kv_heads
+        assert torch.equal(qkv[:, first : first + num_kv_heads], e4m3.dequantize(values, exponents, dtype))
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                page, offset = divmod(slot, page_size)
+                place = slice(offset * head_dim, (offset + 1) * head_dim)
+                expected[which, page, :, place] = values[token].view(torch.uint8)
+                expected[which, page, :, page_size * head_dim + offset] = exponents[token]
+    assert torch.equal(storage, expected)
