@@ -1,8 +1,9 @@
-"""Draw the pictures of docs/benchmarks.md.
+"""Draw the pictures of docs/benchmarks.md, and from the record of a run the one of README.md.
 
 python -m benchmarks.pages.pictures benchmarks/results/modes-h200x2.json docs/modes-h200x2.svg
 python -m benchmarks.pages.pictures benchmarks/results/curves-h200.json docs/curves-h200.svg
 python -m benchmarks.pages.pictures benchmarks/results/lag-cpu.json docs/lag-cpu.svg
+python -m benchmarks.pages.pictures benchmarks/results/recipes/handover-h100 docs/handover-h100.svg
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from benchmarks.pages.tables import LAG_SETTINGS, LAG_TASKS, NAMES, mode_name
 from colocate.reporting.axes import Axis
+from colocate.reporting.picture import draw_picture
 from colocate.reporting.plots import Plot
 from colocate.reporting.theme import plot_rules, stylesheet
 
@@ -164,9 +166,12 @@ def picture(panels: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path)
+    parser.add_argument("result", type=Path, help="a result, or the directory of a run's record")
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
+    if options.result.is_dir():
+        options.picture.write_text(draw_picture(options.result), encoding="utf-8")
+        return
     result = json.loads(options.result.read_text())
     panels = {"modes": modes_panels, "curves": curves_panels, "lag": lag_panels}[result["name"]](result)
     options.picture.write_text(picture(panels), encoding="utf-8")

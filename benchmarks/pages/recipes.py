@@ -53,7 +53,7 @@ def recipes_table(records: list[Record]) -> list[str]:
         shares = [f"{value:.0%} ({low:.0%} to {high:.0%})" for low, value, high in bounds]
         file = f"../benchmarks/results/recipes/{run_name(record)}-{record['hardware']['name']}.json"
         cells = [
-            f"[{record['recipe']}, {record['num_parameters'] / 1e6:.2g}M]({file})",
+            f"[{record['recipe']}, {_millions(record['num_parameters'])}M]({file})",
             line_name(record),
             record["seed"],
             record["options"]["max_steps"],
@@ -65,6 +65,10 @@ def recipes_table(records: list[Record]) -> list[str]:
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.2g}" if count < 99.5e6 else f"{count / 1e6:,.0f}"
 
 
 def expectations_table(records: list[Record]) -> list[str]:

@@ -76,6 +76,28 @@ def profile_table(result: dict[str, Any]) -> list[str]:
     return [*lines, f"| whole step | {whole_s * 1e6:,.0f} | {least_s * 1e6:,.0f} |"]
 
 
+def profiles_table(results: dict[int, dict[str, Any]]) -> list[str]:
+    """A row for each part of profiled steps at few rows, from their results by number of rows."""
+    parts: dict[str, list[str]] = {}
+    for number, result in enumerate(results.values()):
+        seconds, least = result["setup"]["seconds"], dict(result["setup"]["least_s"])
+        # No two rows share a prompt, so one kernel reads prompts and completions.
+        least["attention, completions"] += least.pop("attention, prompts")
+        for part, part_s in sorted(seconds.items(), key=lambda item: -item[1]):
+            cells = parts.setdefault(part, ["–"] * (2 * len(results)))
+            bound = f"{least[part] * 1e6:,.0f}" if part in least else "–"
+            cells[2 * number : 2 * number + 2] = [f"{part_s * 1e6:,.0f}", bound]
+        whole = parts.setdefault("whole step", ["–"] * (2 * len(results)))
+        claims = result["claims"]
+        whole_us = [claims[name] * 1e6 for name in ("traced_step_s", "least_step_s")]
+        whole[2 * number : 2 * number + 2] = [f"{us:,.0f}" for us in whole_us]
+    parts["whole step"] = parts.pop("whole step")
+    heads = [f"{rows} rows, µs | at least" for rows in results]
+    lines = [f"| part of a step | {' | '.join(heads)} |", "|---" * (2 * len(results) + 1) + "|"]
+    return lines + [f"| {part.partition(',')[0] if part.startswith('att') else part} | {' | '.join(cells)} |"
+                    for part, cells in parts.items()]  # fmt: skip
+
+
 def mode_name(row: dict[str, Any]) -> str:
     size, copies = row["tensor_parallel_size"], row["weights"] == "buckets"
     return NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "") + (", copied weights" if copies else "")

@@ -21,6 +21,9 @@ MEASURED = {
     "1p5b_512seq": PRECISIONS,
 }
 
+KV_CACHES = {"fp8": "fp8", "fp8_weights": "auto"}
+"""vLLM's `kv_cache_dtype`: in 8 bits, too, or in the model's type."""
+
 
 def tiny(case: Case) -> Case:
     """The case made small enough for any machine."""

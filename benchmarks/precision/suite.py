@@ -2,9 +2,11 @@
 `results/precision-<hardware>.json`.
 
     python -m benchmarks.precision.suite --hardware h100 [--parts 7b_256seq log_ratios] [--limit-s 300]
+    python -m benchmarks.precision.suite --hardware h100 --parts 7b_256seq --peer-site DIR
 
 A part is a case of `cases.py`, measured in 16 and in 8 bits in turn by one process, or "log_ratios", for
-which a model is trained first. Parts that are not measured anew keep their published records.
+which a model is trained first. Parts that are not measured anew keep their published records. With
+--peer-site vLLM runs `PEER_CASE` in 8 bits, too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from benchmarks.common.results import Record
 from benchmarks.common.suite import Claims, Suite
-from benchmarks.precision.cases import SPEED_CASES, STEPS_PER_LOOK
+from benchmarks.precision.cases import KV_CACHES, SPEED_CASES, STEPS_PER_LOOK
 
 SPEEDUPS = {
     "fp8_kv_speedup_1p5b_4k_256seq": ("1p5b_4k_256seq", "fp8_kv", "decode_s_per_look"),
@@ -25,6 +27,7 @@ SPEEDUPS = {
     "fp8_speedup_1p5b_512seq": ("1p5b_512seq", "fp8", "seconds"),
 }
 """The case, the precision and the time of each claim; times are compared with those of bf16."""
+PEER_CASE = "7b_256seq"
 
 
 class PrecisionSuite(Suite):
@@ -51,6 +54,17 @@ class PrecisionSuite(Suite):
         else:
             repetitions = ("--repetitions", self.options.repetitions)
             self.run("precision.speed", part, *repetitions, "--out", self.out(part))
+        if part == PEER_CASE and self.options.peer_site:
+            for kv_cache in KV_CACHES:
+                words = (
+                    "precision.peer",
+                    part,
+                    "--kv-cache",
+                    kv_cache,
+                    "--out",
+                    self.out(f"peer-{kv_cache}"),
+                )
+                self.run(*words, is_peer=True)
 
     def claims(self, records: list[Record]) -> Claims:
         return compute_claims(records)
@@ -64,6 +78,7 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `*_speedup_<case>`: time in bf16 over that in 8 bits, medians; of whole rollouts, in the case of 4,096
       tokens of decoding alone.
+    - `fp8_7b_256seq_vs_vllm_fp8`: vLLM's time over ours, with the faster of its KV caches.
     - `step_ms_<case>_<precision>` and `rollout_s_…`: of a decode step and of a whole rollout, medians.
     - `kv_cache_gb_…` and `weight_gb_…`: memory of the KV cache, and of weights beside the trainer's.
     - `log_ratio_sd_<precision>`, `log_ratio_max_<precision>`: of a token's log-ratio.
@@ -81,6 +96,9 @@ def compute_claims(records: list[Record]) -> Claims:
             claims[f"rollout_s_{case}_{precision}"] = _median(run, "seconds")
             claims[f"kv_cache_gb_{case}_{precision}"] = run["kv_cache_bytes"] / 1e9
             claims[f"weight_gb_{case}_{precision}"] = run["weight_bytes"] / 1e9
+    peers = [_median(record, "seconds") for record in records if record["kind"] == "peer"]
+    if peers and "fp8" in cases.get(PEER_CASE, {}):
+        claims[f"fp8_{PEER_CASE}_vs_vllm_fp8"] = min(peers) / _median(cases[PEER_CASE]["fp8"], "seconds")
     for record in (record for record in records if record["kind"] == "log_ratios"):
         for precision, figures in record["precisions"].items():
             claims[f"log_ratio_sd_{precision}"] = figures["sd"]

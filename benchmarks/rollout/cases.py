@@ -64,6 +64,7 @@ CASES = {
     "1p5b_512seq": Case("1.5b", 64, 8, 256, 1024),
     "1p5b_512seq_nologprobs": Case("1.5b", 64, 8, 256, 1024, logprobs=False),
     "1p5b_128seq": Case("1.5b", 16, 8, 256, 1024),
+    "1p5b_8seq": Case("1.5b", 1, 8, 256, 1024),
     "1p5b_longprompt": Case("1.5b", 16, 16, 4096, 512),
     "1p5b_ragged": Case("1.5b", 64, 8, 256, 2048, lengths="lognormal"),
     "7b_256seq": Case("7b", 32, 8, 512, 1024),

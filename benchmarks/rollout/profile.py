@@ -1,8 +1,10 @@
 """Where a decode step's time goes: its kernels by what they are for, each beside what the hardware allows.
 
     python -m benchmarks.rollout.profile 1p5b_512seq --hardware h200
+    python -m benchmarks.rollout.profile --rows 64 --hardware h200
 
-Writes `results/decode-profile-<hardware>.json`. The kernels of the steps around the middle of a rollout,
+Writes `results/decode-profile-<hardware>.json`, of few rows (1.5B, 256 + 512 tokens, each row a prompt of its
+own) `results/decode-profile-64rows-<hardware>.json`. The kernels of the steps around the middle of a rollout,
 where contexts have the mean length, are read from CUPTI's trace of a captured step; the step's own time is
 taken without the profiler, from the whole rollout as the suite measures it. A kernel of cuBLAS does not say
 which product it is: that follows from our kernels before and after it.
@@ -204,11 +206,15 @@ def least_s(case: Case, flops_per_s: float, bytes_per_s: float) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=[name for name, case in CASES.items() if case.lengths == "fixed"])
+    fixed = [name for name, case in CASES.items() if case.lengths == "fixed"]
+    parser.add_argument("case", nargs="?", choices=fixed, default="1p5b_512seq")
+    parser.add_argument("--rows", type=int, help="few rows in place of a case")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--hardware", default="h200")
     options = parser.parse_args()
-    case, commit = CASES[options.case], committed()
+    case = CASES[options.case] if options.rows is None else Case("1.5b", options.rows, 1, 256, 512)
+    name = "decode-profile" if options.rows is None else f"decode-profile-{options.rows}rows"
+    commit = committed()
     native = Native(model_directory(options.model_dir, case.model), [case])
     prompts, limits = case.prompts(), case.limits()
     short = [[limit // 4 for limit in some] for some in limits]
@@ -244,7 +250,7 @@ def main() -> None:
     for role, role_s in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"{role:24}{role_s * 1e6:9.0f} µs{least.get(role, 0.0) * 1e6:9.0f} µs at least")
     path = write_result(
-        "decode-profile",
+        name,
         options.hardware,
         {
             "step_s": rollout_s / case.completion_tokens,

@@ -86,9 +86,13 @@ class Vllm:
     """vLLM with all of the GPU to itself, which a trainer beside it would not leave.
 
     Prefix caching, CUDA graphs for all batch sizes up to 512 and asynchronous scheduling are its defaults.
+
+    Args:
+        variant: one of `VARIANTS`.
+        options: further ones of vLLM's.
     """
 
-    def __init__(self, directory: Path, cases: list[Case], variant: str) -> None:
+    def __init__(self, directory: Path, cases: list[Case], variant: str, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(variant == "own-process"))
         from vllm import LLM
 
@@ -100,6 +104,7 @@ class Vllm:
             max_model_len=max(case.max_len for case in cases),
             max_num_seqs=max(case.num_seqs for case in cases),
             max_num_batched_tokens=16384,
+            **options,
         )
 
     def rollout(self, case: Case, prompts: Lists, limits: Lists, seed: int) -> int:

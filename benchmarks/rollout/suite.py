@@ -1,10 +1,10 @@
 """The native engine beside vLLM, all cases on one GPU: writes `results/rollout-<hardware>.json`.
 
-    python -m benchmarks.rollout.suite [--peer-site DIR] [--parts 1.5b 7b floor logprobs]
+    python -m benchmarks.rollout.suite [--peer-site DIR] [--parts 1.5b 7b floor logprobs] [--cases 1p5b_8seq]
     python -m benchmarks.rollout.suite --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
-the result is written as soon as the records suffice for every claim (--merge only looks). The engines take
+the result has the claims for which the records suffice (--merge only looks). The engines take
 turns: in each round both run all cases of a model, and in every other round the other one is first (--first
 says which begins, for rounds that are run one by one). A ratio is one of medians over all rounds of a run; of
 vLLM's variants the best counts.
@@ -36,11 +36,13 @@ class RolloutSuite(Suite):
 
     name = "rollout"
     parts = ("1.5b", "7b", "floor", "logprobs")
+    has_all_claims = False
     extends_result = True
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--rounds", type=int, default=2)
+        parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
         parser.add_argument("--first", choices=("vllm", "native"), default="vllm", help="of the first round")
         parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
         parser.add_argument("--vllm-variants", nargs="+", choices=VARIANTS, default=VARIANTS[:1])
@@ -65,7 +67,7 @@ class RolloutSuite(Suite):
         return model_directory(self.options.model_dir, "tiny" if self.options.tiny else size)
 
     def rollouts(self, size: str) -> None:
-        names = [name for name, case in CASES.items() if case.model == size]
+        names = [name for name in self.options.cases if CASES[name].model == size]
         native_names = [name for name in names if CASES[name].logprobs]
         self.model(size)  # not within a measurement
         for number in range(self.options.rounds):

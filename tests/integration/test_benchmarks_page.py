@@ -124,6 +124,24 @@ def test_figures_in_the_text_are_those_of_the_results():
     assert "errors against float64 are 0.003, those of Liger and of full logits in bfloat16 0.02" in PAGE
 
 
+def test_starts_and_a_small_batch_on_an_h100_are_those_of_the_results():
+    start = json.loads((ROOT / "benchmarks/results/start-h100.json").read_text())
+    done = [r["done_after_s"] for r in start["repetitions"] if r["kind"] == "cold_start"]
+    imports, load, complete = (
+        median(one[phase] - (one[before] if before else 0) for one in done)
+        for before, phase in ((None, "import"), ("import", "load"), ("load", "complete"))
+    )
+    assert (
+        f"it takes {start['claims']['start_cold_s']:.1f} s: {imports:.1f} s until PyTorch and transformers "
+        f"are imported, {load:.1f} s to load the model and {complete:.1f} s to the completion."
+    ) in PAGE
+    assert f"takes {start['claims']['first_step_over_steady']:.1f} times as long as a later one." in PAGE
+    rollout = json.loads((ROOT / "benchmarks/results/rollout-h100.json").read_text())
+    (run,) = rollout["setup"]["runs"].values()
+    native, ratio = run["tokens_per_s"]["1p5b_8seq"]["native"], rollout["claims"]["rollout_1p5b_8seq_vs_vllm"]
+    assert f"come at {native:,.0f} tokens per second, {ratio:.2f} times as fast as vLLM's" in PAGE
+
+
 def test_starts_on_a_cpu_are_those_of_the_result():
     claims = json.loads((ROOT / "benchmarks/results/start-cpu.json").read_text())["claims"]
     cpu = {name.removesuffix("_cpu_s"): s for name, s in claims.items() if name.endswith("_cpu_s")}

@@ -99,8 +99,9 @@ def test_the_table_of_products_is_the_generated_one() -> None:
         assert result["claims"][name] == pytest.approx(two / one)
 
 
-def test_the_table_of_steps_at_few_rows_is_the_generated_one() -> None:
-    result = json.loads((RESULTS / "decode-h200.json").read_text())
+@pytest.mark.parametrize("gpu", ["h200", "h100"])
+def test_the_table_of_steps_at_few_rows_is_the_generated_one(gpu: str) -> None:
+    result = json.loads((RESULTS / f"decode-{gpu}.json").read_text())
     table = "\n".join(pages.decode_table(result))
     assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
     before, after = result["setup"]["runs"].values()
@@ -108,6 +109,19 @@ def test_the_table_of_steps_at_few_rows_is_the_generated_one() -> None:
     assert len({run.partition(" on ")[2] for run in result["setup"]["runs"]}) == 1, "the same card"
     for rows in result["setup"]["cases"]:
         assert after[f"decode_step_s_{rows}rows"] < before[f"decode_step_s_{rows}rows"]
+
+
+def test_the_table_of_few_rows_parts_is_the_generated_one() -> None:
+    results = {
+        rows: json.loads((RESULTS / f"decode-profile-{rows}rows-h100.json").read_text())
+        for rows in (8, 64, 128)
+    }
+    table = "\n".join(pages.profiles_table(results))
+    assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
+    for rows, result in results.items():
+        case, seconds = result["setup"]["case"], result["setup"]["seconds"]
+        assert case["num_prompts"] * case["num_generations"] == rows
+        assert sum(seconds.values()) == pytest.approx(result["claims"]["traced_step_s"], rel=0.02)
 
 
 def test_the_table_of_a_steps_parts_is_the_generated_one() -> None:

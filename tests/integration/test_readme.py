@@ -166,7 +166,11 @@ def test_the_quickstarts_run_file_is_valid(capsys, monkeypatch, tmp_path):
 
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+        file, _, anchor = target.partition("#")
+        assert target.startswith("http") or (ROOT / file).exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.MULTILINE)
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}, target
 
 
 def test_figures_of_the_gpu_are_those_of_the_benchmarks():

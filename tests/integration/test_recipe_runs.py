@@ -25,12 +25,17 @@ from benchmarks.recipes.cases import ALGORITHMS, CASES, DIRECTORY, run_name, war
 from benchmarks.recipes.suite import compute_claims, published_runs, runs_of
 from colocate.cli import main
 from colocate.data.loading import load_prompts
+from colocate.reporting.memory_charts import MemoryCurve
+from colocate.reporting.picture import draw_picture
+from colocate.reporting.run import read_run
 from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.registry import get_tool
 from colocate.run_file import read_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
+HANDOVER = RESULTS / "recipes/handover-h100"
+"""The record of the run that the picture of the hand-over shows."""
 PAGE = (ROOT / "docs/recipes.md").read_text()
 SMALL_MODELS = ROOT / "examples/small_models"
 FEW: dict[str, Any] = {
@@ -297,13 +302,71 @@ def test_the_page_has_the_run_on_a_gpu() -> None:
     records, claims = published_runs("h100"), summary_of("h100")["claims"]
     assert "\n".join(recipes_table(records)) in PAGE and claims == compute_claims(records)
     ratio = claims["train_s_ratio_addition_30m_trl"]
-    assert f"TRL takes {ratio:.2f} times our seconds, the first step's compilation included" in PAGE
+    said = f"Of `addition_30m` TRL takes {ratio:.2f} times our seconds, the first step's compilation included"
+    assert said in PAGE
     for record in records:
+        if record["recipe"] != "addition_30m":
+            continue
         accuracy, loss = record["evaluations"]["value"], record["imitation"]["loss"]
         assert f"{max(accuracy):.1f}" == "1.0" and max(accuracy) - accuracy[-1] == pytest.approx(
             0.1, abs=0.02
         )
         assert f"The warm start's last loss is {loss:.3f}." in PAGE
+
+
+def check_the_hand_over(text: str) -> None:
+    """Whether what a page says of the hand-over is so in the rollout that the picture shows."""
+    run = read_run(HANDOVER)
+    spans = [span for step in run.typical_steps() for span in run.spans[step]]
+    peaks = {
+        phase: max(span["peak_bytes"] for span in spans if span["phase"] == phase) / 2**30
+        for phase in ("rollout", "score", "train")
+    }
+    (cache,) = (span["categories"]["kv_cache"] / 2**30 for span in spans if span["phase"] == "rollout")
+    limit = run.limit_bytes / 2**30
+    assert peaks["rollout"] + peaks["train"] - peaks["score"] > 1.6 * limit, "both at a time would not fit"
+    figures = [limit, peaks["rollout"], cache, peaks["train"]]
+    places = [text.index(f"{figure:.1f}") for figure in figures]
+    assert places == sorted(places)
+    fullest = max(
+        max(curve.heights["activations"])
+        for curve in (MemoryCurve(span) for span in spans if span["phase"] == "train")
+    )
+    assert fullest > 0.85 * peaks["train"], "it is activations that training holds"
+
+
+def test_the_picture_of_the_hand_over_is_that_of_the_run() -> None:
+    assert draw_picture(HANDOVER) == (ROOT / "docs/handover-h100.svg").read_text(), "it is of another run"
+    (record,) = (run for run in published_runs("h100") if run["recipe"] == "handover")
+    run, claims = read_run(HANDOVER), summary_of("h100")["claims"]
+    assert run.info["commit"] == record["commit"] and run.info["num_parameters"] == record["num_parameters"]
+    assert run.eval_metric("eval_reward")[1] == record["evaluations"]["value"]
+    before, after = (claims[f"accuracy_{when}_handover_colocate_grpo"] for when in ("before", "after"))
+    took = f"{claims['train_s_handover_colocate_grpo']:.0f} seconds"
+    _, said = " ".join(PAGE.split()).split("(handover-h100.svg)")
+    check_the_hand_over(said)
+    assert f"Held-out accuracy goes from {before:.1%} to {after:.1%} in {took}." in said
+    rewards = run.metric("reward")
+    assert (run.x[12], run.x[13]) == (13, 14) and rewards[12] == rewards[13] == min(rewards[8:])
+    fall = (
+        f"the rollout of steps 13 and 14 falls to {rewards[12]:.0%}; the next one has {rewards[14]:.0%} again"
+    )
+    assert fall in said
+    (between,) = {
+        f"{span['peak_bytes'] / 2**30:.1f}"
+        for step in run.typical_steps()
+        for span in run.spans[step]
+        if span["phase"] in ("score", "publish")
+    }
+    assert f"In between {between} GiB are in use" in said
+    assert f"The warm start's last loss is {record['imitation']['loss']:.3f}." in said
+    for name in ("README.md", "README.zh-Hant.md", "docs/index.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert text.count("handover-h100.svg)") == 1
+        _, caption = text.split("handover-h100.svg)")
+        check_the_hand_over(caption.split("*")[1])
+        assert caption.index(f"{before:.1%}") < caption.index(f"{after:.1%}")
+        assert took in caption or f"{took.split()[0]} 秒" in caption
 
 
 def test_commands_and_options_on_the_pages_are_those_of_the_run_files() -> None:
@@ -344,4 +407,14 @@ def test_engine_and_trainer_each_want_most_of_the_memory(
     device, rollout, train = (plan[f"{name}_bytes"] for name in ("device_memory", "rollout", "train"))
     assert min(rollout, train) > 0.7 * device and rollout + train > 1.5 * device
     said = re.search(r"up to (\d+) GiB in the rollout and (\d+) GiB in\s*(?:# )?training", file.read_text())
-    assert [round(size / 2**30) for size in (rollout, train)] == [int(words) for words in said.groups()]
+    expected = [round(size / 2**30) for size in (rollout, train)]
+    assert expected == [int(words) for words in said.groups()]
+    assert "`colocate plan` expects {} and {} GiB.".format(*expected) in " ".join(PAGE.split())
+    measured = re.search(r"and ([\d.]+) and\s*(?:# )?([\d.]+) GiB were measured", file.read_text())
+    peaks = [f"{max(sizes) / 2**30:.1f}" for sizes in _peaks_of("rollout", "train")]
+    assert peaks == list(measured.groups())
+
+
+def _peaks_of(*phases: str) -> list[list[float]]:
+    spans = [span for spans in read_run(HANDOVER).spans for span in spans]
+    return [[span["peak_bytes"] for span in spans if span["phase"] == phase] for phase in phases]

@@ -51,7 +51,7 @@ def rollout(model: torch.nn.Module) -> dict[str, int]:
     decoder.start_rollout(SamplingParams(max_tokens=8))
     prefills = [Prefill(tuple(range(1, 33)), 0, (0, 1))]
     state = [tensor.clone() for tensor in decoder.batch.save()]
-    decoder.compile_ahead(prefills, 40)
+    decoder.compile_ahead(prefills, 40, has_prefixes=True)
     assert all(map(torch.equal, state, decoder.batch.save())), "the rows are as before"
     assert not backend.shares_prefixes and len(decoder.runner._layers) == len(layout.layers)
     num_ahead = num_compiled() - before

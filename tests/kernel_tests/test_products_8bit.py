@@ -28,7 +28,8 @@ def test_product(device, dtype, by_row, num_rows):
     weight = torch.randn(48, 128).to(device) * 100
     factors = torch.tensor([2.0**-6, 0, 0, 0, 1.0 if by_row else 2.0**-3], device=device)
     rounded = [x.clamp(-448, 448).to(e4m3.DTYPE) for x in (values, weight)]
-    in_8bit = EightBitWeight(rounded[1], factors[0], factors[4], by_row, dtype)
+    factor = factors[:1].repeat(1, 48) if by_row else factors[0]
+    in_8bit = EightBitWeight(rounded[1], factor, factors[4], by_row, dtype)
     rows = EightBitRows(rounded[0], factors[4].expand(num_rows) if row_factors is None else row_factors)
     bias = (50 * torch.randn(48)).to(dtype).to(device)
     x, w = (

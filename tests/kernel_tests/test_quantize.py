@@ -22,8 +22,9 @@ def spread(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return x.to(dtype).to(device)
 
 
-@pytest.mark.parametrize("width", [7, 4096, 5000])
-def test_rows(device, dtype, width):
+@pytest.mark.parametrize(("width", "block"), [(7, 2**15), (4096, 2**15), (5000, 2**15), (18944, 2**14)])
+def test_rows(device, dtype, width, block, monkeypatch):
+    monkeypatch.setattr(quantize, "_MAX_ROW_BLOCK", block)
     x = spread(5, width + 3, dtype=dtype, device=device)[:, :width]
     values, factors = quantize.rows(x)
     expected, exponents = e4m3.quantize(x)

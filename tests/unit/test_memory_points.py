@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.memory.timeline import MAX_POINTS, Category, PooledBytes, Timeline
-from colocate.reporting.memory_charts import MemoryCurve, step_memory_chart
-from colocate.reporting.run import read_run
+from colocate.reporting.memory_charts import MemoryCurve, rollout_memory_chart
+from colocate.reporting.run import MAX_STEPS_DRAWN, read_run
 from colocate.reporting.run_log import RunLog
 
 GIB = 2**30
@@ -223,12 +224,17 @@ TRAIN = span(
 ROLLOUT = span("rollout", 0.0, 4.0, 100.0, [], weights=3.0, optimizer=19.0, kv_cache=76.0)
 
 
-def svg_of(directory: Any, *spans: dict[str, Any]) -> ElementTree.Element:
+def svg_of(
+    directory: Any, *spans: dict[str, Any], later: list[list[dict[str, Any]]] | None = None
+) -> ElementTree.Element:
+    """The chart of a step of eight seconds with these spans, and of later ones."""
     log = RunLog(directory)
-    memory = {"device": "cuda:0", "limit_bytes": 140 * GIB, "spans": list(spans)}
-    log.log_step(1, {"reward": 0.5}, epoch=0.1, timeline={"wall_s": 8.0, "phases": {}, "memory": memory})
+    for step, of_step in enumerate([list(spans), *(later or [])], start=1):
+        memory = {"device": "cuda:0", "limit_bytes": 140 * GIB, "spans": of_step}
+        timeline = {"wall_s": 8.0, "phases": {}, "memory": memory}
+        log.log_step(step, {"reward": 0.5}, epoch=0.1, timeline=timeline)
     log.close()
-    chart = step_memory_chart(read_run(directory), (768, 320))
+    chart = rollout_memory_chart(read_run(directory), (768, 320))
     assert chart is not None
     return ElementTree.fromstring(chart.svg())
 
@@ -241,7 +247,7 @@ def test_curve_takes_for_activations_what_no_category_holds() -> None:
     assert curve.heights["activations"] == pytest.approx([0.0, 0.0, 32.0, 32.0, 0.0, 0.0, 0.0])
     # After each point's interval: 55 - 54, 60 - 54, 62 - 54, 29 - 28.
     assert [extra for _, extra in curve.transients] == pytest.approx([0.0, 1.0, 6.0, 8.0, 1.0])
-    assert (curve.highest, curve.lowest) == pytest.approx((62.0, 22.0))
+    assert curve.highest == pytest.approx(62.0)
 
 
 def test_what_was_there_before_the_phase_is_no_activation() -> None:
@@ -278,6 +284,52 @@ def test_picture_stacks_what_holds_memory_under_the_limit(tmp_path: Any) -> None
     shapes = [path for path in svg.iter() if path.tag.endswith("path") and path.get("d", "").endswith("Z")]
     tops = [min(float(y) for y in re.findall(r" (-?[\d.]+)", path.get("d", ""))) for path in shapes]
     assert (at_low - min(tops)) * gib_per_pixel + low == pytest.approx(62.0, abs=0.5)
+
+
+def headings_of(svg: ElementTree.Element) -> list[tuple[str, str]]:
+    names, details = (
+        [t.text for t in svg.iter() if t.get("class") == kind] for kind in ("heading", "detail")
+    )
+    return list(zip(names, details, strict=True))  # type: ignore[arg-type]
+
+
+def test_picture_has_all_steps_that_train_on_the_rollout(tmp_path: Any) -> None:
+    """Three rollouts, two steps each; typical is the second or the third."""
+    score = span("score", 4.0, 4.1, 23.0, [], weights=3.0, optimizer=19.0)
+    short, later = {**TRAIN, "end_s": 7.95}, {**TRAIN, "start_s": 7.96, "peak_bytes": 64 * GIB, "points": []}
+    first, second = [ROLLOUT, score, short, later], [{**TRAIN, "peak_bytes": 63 * GIB}]
+    svg = svg_of(tmp_path, *first, later=[second, first, second, first, second])
+    # Nothing is written above a phase that is too short for it, and phases in a row have one name.
+    assert headings_of(svg) == [("rollout", "100 GiB"), ("train", "64 GiB"), ("train", "63 GiB")]
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert "Memory through one rollout (steps 3 to 4)" in texts and "seconds since step 3 began" in texts
+    assert "Peaks in GiB: rollout 100, score 23, train 64" in str(svg.get("aria-label"))
+    # The second step's training is drawn from second 12 to 16 of 16.
+    frame = next(part for part in svg.iter() if part.get("class") == "area")
+    left, right = (float(frame.get(f"data-{side}", "nan")) for side in ("left", "right"))
+    starts = [
+        float(re.match(r"M([\d.]+) ", path.get("d", ""))[1])  # type: ignore[index]
+        for path in svg.iter()
+        if path.tag.endswith("path") and path.get("class") == "f-slate"
+    ]
+    assert (starts[-1] - left) / (right - left) == pytest.approx(12 / 16, abs=0.002)
+    assert frame.get("data-to") == "16.0"
+
+
+def test_text_of_the_picture_does_not_overlap(tmp_path: Any) -> None:
+    """A rollout that fills the device, and names above it: none is written over another."""
+    svg = svg_of(tmp_path, {**ROLLOUT, "peak_bytes": 140 * GIB}, TRAIN)
+    assert [name for name, _ in headings_of(svg)] == ["rollout", "train"]
+    rows = {
+        text.get("class") or text.text: float(text.get("y", "nan")) for text in svg.iter() if text.get("y")
+    }
+    in_order = [rows[name] for name in ("key", "heading", "detail", "device: 140 GiB")]
+    assert all(below - above >= 12 for above, below in pairwise(in_order))
+
+
+def test_picture_of_a_run_with_many_steps_per_rollout_stays_small(tmp_path: Any) -> None:
+    svg = svg_of(tmp_path, ROLLOUT, TRAIN, later=[[TRAIN]] * (MAX_STEPS_DRAWN + 5))
+    assert headings_of(svg) == [("train", "62 GiB")] * MAX_STEPS_DRAWN
 
 
 BROKEN = st.sampled_from([None, "text", -1.0, 1e308, [], {}, True, 5.0])

@@ -40,7 +40,9 @@ def test_items_cover_each_prefix_once(groups, heads):
         device=torch.device("cpu"),
     )
     prefixes.update([([0, 1], 500)])
+    is_shared = prefixes.would_share(groups)
     num_items = prefixes.update(groups)
+    assert is_shared == (num_items > 0)
     assert num_items == prefixes.num_items.item() <= len(prefixes.items)
     fills_device = sum(len(rows) for rows, _ in groups) * num_kv_heads > 264 - 264 % num_kv_heads
     group_of = {row: number for number, (rows, _) in enumerate(groups) for row in rows}

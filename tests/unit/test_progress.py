@@ -51,6 +51,18 @@ def test_phases_that_not_every_step_has_count_in_the_step_time():
     assert "step time 2 s (rollout 50%, train 50%)" in console.file.getvalue().splitlines()[-1]
 
 
+def test_memory_is_that_of_the_rollout_in_steps_without_one():
+    console = Console(file=io.StringIO())
+    progress = Progress(console=console, logging_steps=2)
+    record = {"wall_s": 1.0, "memory": {"limit_bytes": 80 * GIB}}
+    for step in (1, 2):
+        spans = [{"phase": "train", "peak_bytes": 61 * GIB}, {"phase": "publish", "peak_bytes": None}]
+        if step == 1:
+            spans.append({"phase": "rollout", "peak_bytes": 71 * GIB})
+        progress.update(step, 2, {**record, "memory": {**record["memory"], "spans": spans}})
+    assert console.file.getvalue().splitlines() == ["step 2/2 | step time 1 s | memory 71.0 of 80.0 GiB"]
+
+
 def test_a_warning_breaks_between_words_on_a_terminal_and_is_one_line_in_a_log():
     words = " ".join(["every completion was cut off"] * 6)
     for is_terminal in (True, False):

@@ -120,6 +120,10 @@ class SharedPrefixes:
         self._data.copy_(staged, non_blocking=True)
         return item
 
+    def would_share(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> bool:
+        """Whether `update` of these groups would make work items."""
+        return bool(self._tiles(rows_by_group))
+
     def _tiles(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> list[tuple[np.ndarray, int]]:
         """The rows and the number of shared pages of each tile. Tiles of one group are neighbours, so that
         the second to read a page finds it in the L2 cache."""

@@ -13,6 +13,10 @@ from colocate.kernels.gate import gated
 _BLOCK = 4096
 """Values that a program has at a time: with 8 warps a thread has 16, two 16-byte loads of bfloat16."""
 _NUM_WARPS = 8
+_VALUES_PER_THREAD = 32
+"""Values of a row that a thread has: all its loads are under way at the same time, none is read twice."""
+_MAX_ROW_BLOCK = 1024 * _VALUES_PER_THREAD
+"""Most values of a row that its program keeps in registers; what is behind them is read twice."""
 
 _LEAST = tl.constexpr(BIAS + LEAST_EXPONENT)
 _IN_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -103,27 +107,32 @@ def rows(x: Tensor, *, is_gate_up: bool = False) -> tuple[Tensor, Tensor]:
     assert x.stride(1) == 1, "a row of x must be contiguous"
     values = torch.empty((num_rows, width), dtype=DTYPE, device=x.device)
     factors = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    block = min(max(_VALUES_PER_THREAD * 128, triton.next_power_of_2(width)), _MAX_ROW_BLOCK)
     _rows_kernel[(num_rows,)](
-        x, values, factors, x.stride(0), width, IS_GATE_UP=is_gate_up, BLOCK=_BLOCK, num_warps=_NUM_WARPS
-    )
+        x, values, factors, x.stride(0), width, IS_GATE_UP=is_gate_up, BLOCK=block,
+        num_warps=block // (32 * _VALUES_PER_THREAD),
+    )  # fmt: skip
     return values, factors
 
 
 @triton.jit
 def _rows_kernel(x, values, factors, x_stride, width, IS_GATE_UP: tl.constexpr, BLOCK: tl.constexpr):
-    """`rows` of one row, which is read twice, the second time from the L2 cache."""
+    """`rows` of one row. Its first BLOCK values stay in registers until their exponent is known."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(0, width, BLOCK):
-        value = _value(x + row * x_stride, first + tl.arange(0, BLOCK), width, IS_GATE_UP)
-        largest = tl.maximum(largest, tl.abs(value))
+    columns = tl.arange(0, BLOCK)
+    x_row, values_row = x + row * x_stride, values + row * width
+    kept = _value(x_row, columns, width, IS_GATE_UP)
+    largest = tl.abs(kept)
+    for first in tl.range(BLOCK, width, BLOCK):
+        largest = tl.maximum(largest, tl.abs(_value(x_row, first + columns, width, IS_GATE_UP)))
     exponent = exponents_for(tl.max(largest, 0))
     tl.store(factors + row, power(exponent))
-    for first in tl.range(0, width, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        value = _value(x + row * x_stride, columns, width, IS_GATE_UP)
-        scaled_value = (value * inverse_power(exponent)).to(tl.float8e4nv)
-        tl.store(values + row * width + columns, scaled_value, mask=columns < width)
+    factor = inverse_power(exponent)
+    tl.store(values_row + columns, (kept * factor).to(tl.float8e4nv), mask=columns < width)
+    for first in tl.range(BLOCK, width, BLOCK):
+        value = _value(x_row, first + columns, width, IS_GATE_UP)
+        mask = first + columns < width
+        tl.store(values_row + first + columns, (value * factor).to(tl.float8e4nv), mask=mask)
 
 
 @triton.jit

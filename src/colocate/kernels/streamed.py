@@ -37,13 +37,14 @@ from colocate.kernels.ping_pong import (
 COLUMN_TILE = 64
 """Rows of the weights, that is columns of the output, that a program multiplies at a time."""
 MAX_ROWS = 128
-MAX_GATED_ROWS = 32
-"""Each program reads all of x for 32 columns of the output. With more rows the larger tiles of
-`swiglu.swiglu`, which read x less often, are faster."""
+MAX_GATED_ROWS = 64
+"""Each program reads all of x for 32 columns of the output. With 128 rows the larger tiles of
+`swiglu.swiglu`, which read x less often, are as fast."""
 MAX_PARTS = 8
 """Most parts of a sum. Each is written and read back in float32."""
-RING_BYTES = 144 * 2**10
-"""The ring of a program that has a multiprocessor to itself: there are no more programs than these."""
+RING_BYTES = 192 * 2**10
+"""The ring of a program that has a multiprocessor to itself: there are no more programs than these. What is
+left of 227 KiB holds none of the next kernel's rings, so a larger one costs nothing."""
 SHARED_RING_BYTES = 72 * 2**10
 """The ring of a program where there are more: three run on a multiprocessor."""
 

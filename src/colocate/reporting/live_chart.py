@@ -50,7 +50,7 @@ class LiveChart:
         if is_last or not self._image or now - self._drawn_s > _REDRAW_S:
             run = Run(Path(), {}, self._steps, self._evaluations, 0)
             if self._steps and (chart := reward_chart(run, _SIZE)):
-                encoded = base64.b64encode(standalone([chart.svg()], _SIZE).encode()).decode()
+                encoded = base64.b64encode(standalone([chart]).encode()).decode()
                 self._image = f'<img alt="Reward by step" src="data:image/svg+xml;base64,{encoded}">'
                 self._drawn_s = now
         return self._image

@@ -1,9 +1,11 @@
-"""The charts of memory: one step as it went, and the fullest moment of each phase."""
+"""The charts of memory: a rollout and the training on it as they went, and the fullest moment of each
+phase."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from colocate.reporting.axes import Axis, compact
 from colocate.reporting.charts import phase_color, step_axis
@@ -15,15 +17,17 @@ from colocate.reporting.theme import CATEGORY_COLORS, color_of
 GIB = 2**30
 
 
-def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> Plot | None:
-    """The memory of one typical step over its seconds, by category.
+def rollout_memory_chart(run: Run, size: tuple[int, int]) -> Plot | None:
+    """The memory of one typical rollout, and of the steps that train on it, over their seconds, by category.
 
-    A phase with points is drawn from point to point, any other phase at its fullest moment.
+    A phase with points is drawn from point to point, any other phase at its fullest moment. Above it are its
+    name and its peak.
     """
-    index = run.typical_step()
-    if index is None:
+    steps = run.typical_steps()
+    if not steps:
         return None
-    spans = run.spans[index]
+    by_step = _spans_in_a_row(run, steps)
+    spans = [span for of_step in by_step for span in of_step]
     rest = "workspace" if any(span["points"] for span in spans) else "in use"
     drawn = [MemoryCurve(span) if span["points"] else _stack(span, rest) for span in spans]
     names = list(dict.fromkeys(name for part in drawn for name in _names_in(part)))
@@ -34,10 +38,14 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
     highest = max(part.highest if isinstance(part, MemoryCurve) else sum(part.values()) for part in drawn)
     limit = run.limit_bytes / GIB
     shows_limit = highest > 0.4 * limit
+    first, last = f"{run.x[steps[0]]:.0f}", f"{run.x[steps[-1]]:.0f}"
+    seconds = sum(run.wall_s[step] for step in steps)
+    what = f"step (step {first})" if first == last else f"rollout (steps {first} to {last})"
     plot = Plot(
-        title or f"Memory through one step (step {run.x[index]:.0f})",
-        Axis.around([0.0, run.wall_s[index], *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
-        Axis.around([0.0, highest, *([limit * 1.04] if shows_limit else [])], zero=True),
+        f"Memory through one {what}",
+        Axis.around([0.0, seconds, *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
+        # Above the limit its own name must find room.
+        Axis.around([0.0, highest, *([limit * 1.1] if shows_limit else [])], zero=True, tight=shows_limit),
         legend=[
             (_category_label(name, names), colors[name], "box")
             for name in names
@@ -45,28 +53,61 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
         ],
         width=size[0],
         height=size[1],
-        x_label="seconds since the step began",
+        x_label=f"seconds since step {first} began",
         note="GiB",
+        has_headings=True,
     )
     for span, part in zip(spans, drawn, strict=True):
         if isinstance(part, MemoryCurve):
             part.draw(plot, colors, names)
-            _label_span(plot, span["phase"], span["start_s"], span["end_s"], part.lowest)
-            continue
-        base = 0.0
-        for name in names:
-            if part.get(name, 0.0) > 0:
-                hover = f"{span['phase']}: {_category_label(name, names)} {compact(part[name])} GiB"
-                plot.box(
-                    (span["start_s"], span["end_s"]), (base, base + part[name]), colors[name], hover, gap=1.5
-                )
-                base += part[name]
-        _label_span(plot, span["phase"], span["start_s"], span["end_s"], base)
+        else:
+            _draw_stack(plot, span, part, colors, names)
     if shows_limit:
         plot.rule(limit, f"device: {compact(limit)} GiB")
-    peaks = {span["phase"]: number(span["peak_bytes"]) / GIB for span in spans}
+    peaks = _head_phases(plot, by_step)
     plot.describe("Peaks in GiB: " + ", ".join(f"{name} {compact(peak)}" for name, peak in peaks.items()))
     return plot
+
+
+def _spans_in_a_row(run: Run, steps: Sequence[int]) -> list[list[dict]]:
+    """The spans of some steps, each step's times counted from the beginning of the first."""
+    rows, begin_s = [], 0.0
+    for step in steps:
+        rows.append([_later(span, begin_s) for span in run.spans[step]])
+        begin_s += run.wall_s[step]
+    return rows
+
+
+def _later(span: dict, seconds: float) -> dict:
+    points = [{**point, "at_s": number(point["at_s"]) + seconds} for point in span["points"]]
+    start_s, end_s = (number(span[key]) + seconds for key in ("start_s", "end_s"))
+    return {**span, "start_s": start_s, "end_s": end_s, "points": points}
+
+
+def _head_phases(plot: Plot, by_step: list[list[dict]]) -> dict[str, float]:
+    """Write each phase's name and its peak above it; the greatest peaks in GiB, by phase."""
+    peaks: dict[str, float] = {}
+    for spans in by_step:
+        for phase, group in groupby(spans, lambda span: span["phase"]):
+            in_a_row = list(group)
+            peak = max(number(span["peak_bytes"]) / GIB for span in in_a_row)
+            plot.heading((in_a_row[0]["start_s"], in_a_row[-1]["end_s"]), phase, f"{compact(peak)} GiB")
+            peaks[phase] = max(peak, peaks.get(phase, 0.0))
+    return peaks
+
+
+def _draw_stack(
+    plot: Plot, span: dict, stack: dict[str, float], colors: dict[str, str], names: Sequence[str]
+) -> None:
+    """Draw a phase of which only its fullest moment is known."""
+    base = 0.0
+    for name in names:
+        if stack.get(name, 0.0) > 0:
+            hover = f"{span['phase']}: {_category_label(name, names)} {compact(stack[name])} GiB"
+            plot.box(
+                (span["start_s"], span["end_s"]), (base, base + stack[name]), colors[name], hover, gap=1.5
+            )
+            base += stack[name]
 
 
 _TOP = ("activations", "logits", "workspace", "in use")
@@ -112,11 +153,6 @@ class MemoryCurve:
     def highest(self) -> float:
         pairs = zip(self.totals[:-1], self.totals[1:], [*self.transients, ("", 0.0)], strict=True)
         return max(max(start, end) + extra for start, end, (_, extra) in pairs)
-
-    @property
-    def lowest(self) -> float:
-        """The least memory that is in use at any point."""
-        return min(self.totals)
 
     def draw(self, plot: Plot, colors: dict[str, str], names: Sequence[str]) -> None:
         base = [0.0] * len(self.xs)
@@ -194,9 +230,3 @@ def _category_label(name: str, names: Sequence[str]) -> str:
     if name == "workspace":  # the two have one colour
         return "workspace, other"
     return name.replace("_", " ").replace("kv", "KV")
-
-
-def _label_span(plot: Plot, phase: str, start: float, end: float, top: float) -> None:
-    """Write the phase's name into its box, if it fits there."""
-    if plot.x(end) - plot.x(start) > 7 * len(phase) + 8 and plot.y(0.0) - plot.y(top) > 22:
-        plot.label((start + end) / 2, top / 2, phase)

@@ -22,6 +22,8 @@ from colocate.reporting.series import Series, extent
 MAX_HOVERS = 100
 CHARACTER_PX = 6.0  # of the 11 px font, on average; decides when a legend needs another row
 _TITLE_PX = 7.2  # of the 13 px bold font of titles
+_BOLD_PX = 6.8  # of the 11 px bold font of headings
+_HEADING_PX = 36  # two lines of text and the line below them
 Legend = Sequence[tuple[str, str, str]]  # (name, colour, "line" | "faint" | "band" | "dot" | "box" | "mean")
 
 
@@ -41,6 +43,7 @@ class Plot:
         note: str = "",
         unit: str = "",
         around: Sequence[float] = (),
+        has_headings: bool = False,
     ) -> None:
         """Make an empty plot.
 
@@ -48,6 +51,7 @@ class Plot:
             note: the units or the meaning of the line, right of the title, or below it if there is no room.
             unit: follows the values of a step that a reader points at.
             around: values that the y axis shows in any part of the steps.
+            has_headings: leave room for what `heading` writes above the area.
         """
         self._x, self._y = x, y
         self._unit, self._around = unit, around
@@ -59,7 +63,7 @@ class Plot:
         fits = _TITLE_PX * len(title) + CHARACTER_PX * len(note) + 12 <= width
         note_row = 0 if fits else 17
         legend_svg, num_rows = _legend(legend, width, top=29 + note_row)
-        self._top = 30.0 + note_row + 17 * num_rows
+        self._top = 30.0 + note_row + 17 * num_rows + (_HEADING_PX if has_headings else 0)
         self._right, self._bottom = width - 14.0, height - 36.0
         self._head = [
             f'<text class="title" x="0" y="14">{escape(title)}</text>',
@@ -182,12 +186,20 @@ class Plot:
         title = f"<title>{escape(hover)}</title>" if hover else ""
         self._marks.append(f'<path class="f-{color}" d="M{path}Z">{title}</path>')
 
-    def label(self, x: float, y: float, text: str) -> None:
-        """Write text centred on a point, in a colour that can be read on a filled box."""
-        cx, cy = self._point(x, y)
-        self._marks.append(
-            f'<text class="label" x="{cx}" y="{cy}" dy="4" text-anchor="middle">{escape(text)}</text>'
-        )
+    def heading(self, xs: tuple[float, float], name: str, detail: str) -> None:
+        """Write a name, and a detail below it, above the part of the area between two x; what is wider than
+        that part is left out, and without the name there is no heading."""
+        left, right = self.x(xs[0]), self.x(xs[1])
+        if _BOLD_PX * len(name) > right - left:
+            return
+        self._marks.append(f'<path class="faint s-gray" d="M{left:.1f} {self._top - 5:.1f}H{right:.1f}"/>')
+        lines = [("heading", name, _BOLD_PX, 22), ("detail", detail, CHARACTER_PX, 9)]
+        for style, text, character_px, above in lines:
+            if character_px * len(text) <= right - left:
+                self._marks.append(
+                    f'<text class="{style}" x="{(left + right) / 2:.1f}" y="{self._top - above:.1f}" '
+                    f'text-anchor="middle">{escape(text)}</text>'
+                )
 
     def rule(self, y: float, text: str) -> None:
         """Draw a dashed horizontal line, for a limit."""
@@ -216,6 +228,11 @@ class Plot:
     def describe(self, sentence: str) -> None:
         """Add a sentence to the alternative text, for readers who cannot see the picture."""
         self._description.append(sentence)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        return self._width, self._height
 
     def svg(self) -> str:
         spoken = self._title + "".join(f". {sentence}" for sentence in self._description)

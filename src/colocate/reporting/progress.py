@@ -78,6 +78,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RATE_STEPS)  # steps, seconds, tokens
         self._recent_phases: deque[Mapping[str, Any]] = deque(maxlen=_RATE_STEPS)
+        self._recent_peaks: deque[float] = deque(maxlen=_RATE_STEPS)  # bytes
         self._at_end: str | None = None
         self._is_running = False
         self._live: LivePanel | None = None
@@ -153,6 +154,7 @@ class Progress:
         steps = step - self._step if self._step else 1
         self._recent.append((steps, number(record.get("wall_s")), steps * step_tokens))
         self._recent_phases.append(record.get("phases") or {})
+        self._recent_peaks.append(_peak_bytes(record))
         self._step, self._total = step, total
         # One point per rollout, however many steps train on it.
         reward = number(record.get("reward"))
@@ -203,6 +205,16 @@ class Progress:
         counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens > 0 and seconds > 0]
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
+    def _memory(self, record: Mapping[str, Any]) -> str:
+        """The most memory in use in the recent steps. Not every step has a rollout, which may need more than
+        training."""
+        known = [peak for peak in self._recent_peaks if math.isfinite(peak)]
+        if not known:
+            return ""
+        limit = number((record.get("memory") or {}).get("limit_bytes"))
+        of = f" of {limit / _GIB:.1f}" if math.isfinite(limit) else ""
+        return f"{max(known) / _GIB:.1f}{of} GiB"
+
     def _facts(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         """The facts that the panel shows, by name and in order; unknown ones are left out."""
         seconds = self._seconds_per_step()
@@ -216,7 +228,7 @@ class Progress:
             "policy": _policy(metrics),
             "speed": _filled("{} tokens/s", self._tokens_per_second(), compact),
             "step time": _filled("{} s", seconds, compact) + self._shares(),
-            "memory": _memory(metrics),
+            "memory": self._memory(metrics),
             "ETA": clock(left) if left > 0 else "",
         }
         return {name: text for name, text in facts.items() if text}
@@ -321,14 +333,11 @@ def _policy(metrics: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {text}" for name, text in known.items() if text)
 
 
-def _memory(record: Mapping[str, Any]) -> str:
-    memory = record.get("memory") or {}
-    peaks = [number(span.get("peak_bytes")) for span in memory.get("spans", [])]
-    if not peaks:
-        return ""
-    limit = number(memory.get("limit_bytes"))
-    of = f" of {limit / _GIB:.1f}" if math.isfinite(limit) else ""
-    return f"{max(peaks) / _GIB:.1f}{of} GiB"
+def _peak_bytes(record: Mapping[str, Any]) -> float:
+    """The most memory that was in use in a step; NaN if the record does not say."""
+    spans = (record.get("memory") or {}).get("spans", [])
+    peaks = (number(span.get("peak_bytes")) for span in spans)
+    return max((peak for peak in peaks if math.isfinite(peak)), default=math.nan)
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -179,8 +179,8 @@ def _share_of_time(run: Run) -> str:
 
 def _memory(run: Run) -> str:
     wide, narrow = (
-        memory_charts.step_memory_chart(run, TWO_THIRDS),
-        memory_charts.step_memory_chart(run, NARROW),
+        memory_charts.rollout_memory_chart(run, TWO_THIRDS),
+        memory_charts.rollout_memory_chart(run, NARROW),
     )
     peaks = memory_charts.peak_memory_chart(run)
     if wide is None or peaks is None:

@@ -16,6 +16,9 @@ import yaml
 
 from colocate.reporting.run_log import COMPLETIONS_FILE, METRICS_FILE, RESERVED_KEYS, RUN_FILE, WARNINGS_FILE
 
+MAX_STEPS_DRAWN = 8
+"""Steps of one rollout whose memory a chart has room for."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -174,13 +177,25 @@ class Run:
         Only steps with a rollout are considered, if there are any: in other steps the engine sleeps
         throughout.
         """
-        seen = [i for i, spans in enumerate(self.spans) if any(span["phase"] == "rollout" for span in spans)]
+        seen = [i for i, spans in enumerate(self.spans) if _has_rollout(spans)]
         seen = seen or [i for i, spans in enumerate(self.spans) if spans]
         seen = seen[len(seen) // 2 :]
         if not seen:
             return None
         middle = median(self.wall_s[i] for i in seen)
         return min(seen, key=lambda i: abs(self.wall_s[i] - middle))
+
+    def typical_steps(self) -> range:
+        """Indices of the typical step and of those after it that train on the same rollout, at most
+        `MAX_STEPS_DRAWN`; empty without memory spans."""
+        first = self.typical_step()
+        if first is None:
+            return range(0)
+        last, end = first, min(len(self.steps), first + MAX_STEPS_DRAWN)
+        if _has_rollout(self.spans[first]):
+            while last + 1 < end and self.spans[last + 1] and not _has_rollout(self.spans[last + 1]):
+                last += 1
+        return range(first, last + 1)
 
     def completions(self) -> Iterator[dict[str, Any]]:
         """The completions that were sampled of each logged step, in order."""
@@ -271,6 +286,10 @@ def _spans(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {**span, "phase": str(span["phase"]), "points": _points(span)} for span in spans if _is_span(span)
     ]
+
+
+def _has_rollout(spans: list[dict[str, Any]]) -> bool:
+    return any(span["phase"] == "rollout" for span in spans)
 
 
 def _is_span(span: Any) -> bool:

@@ -82,9 +82,7 @@ def plot_rules() -> str:
         "svg.plot text{fill:var(--muted)}",
         "svg.plot .title{fill:var(--text);font-size:13px;font-weight:600}",
         "svg.plot .key{fill:var(--text)}",
-        # A rim of the card's colour keeps the text readable on every fill.
-        "svg.plot .label{fill:var(--text);font-weight:600;stroke:var(--card);stroke-width:3px;"
-        "stroke-linejoin:round;paint-order:stroke}",
+        "svg.plot .heading{fill:var(--text);font-weight:600}",
         ".grid{stroke:var(--line);stroke-width:1;fill:none}",
         ".rule{stroke:var(--muted);stroke-width:1;stroke-dasharray:4 3;fill:none}",
         ".curve{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}",

@@ -125,13 +125,12 @@ class Decoder:
                 self.forget_graphs()
             self._stops = self._captured[drawing]
 
-    def compile_ahead(self, prefills: Sequence[Prefill], num_rows: int) -> None:
+    def compile_ahead(self, prefills: Sequence[Prefill], num_rows: int, *, has_prefixes: bool) -> None:
         """Compile the kernels that a rollout which begins with `num_rows` rows will launch: for prefills,
-        first draws and steps, with shared prefixes if there are fewer prefills than rows.
+        first draws and steps, and for steps that share prefixes, too, if this one's do.
 
         Ranks that decode together would exchange garbage, and compile each kernel when they first need it.
         """
-        has_prefixes = len(prefills) < num_rows
         kind = has_prefixes, self._sampler.is_plain, self._sampler.sampling.temperature == 0
         if bucket_for(num_rows) <= self._compiled.get(kind, 0) or self.backend.parallel.num_parts > 1:
             return

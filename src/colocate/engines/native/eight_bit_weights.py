@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.native.rollout_weights import ALIGNMENT_BYTES, RolloutWeights, aligned, num_inputs
+from colocate.engines.native.rollout_weights import RolloutWeights, aligned, num_inputs
 from colocate.kernels import e4m3
 from colocate.memory.arena import Arena
 from colocate.weights.adapters import EightBitWeight, base_linear
@@ -33,10 +33,6 @@ SIDE = 16
 and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
 ROWS_AT_A_TIME = 4096
 """Rows of a weight that are quantised at a time where no kernel does it."""
-_FACTORS_BYTES = 2 * ALIGNMENT_BYTES
-"""Room of the weight's factor and the input's, each aligned as a tensor of its own would be. With the second
-4 bytes behind the first, cuBLAS refused products with a result in float32 in the words that it has for
-pointers that are not aligned (github.com/pytorch/pytorch/issues/141749)."""
 
 
 def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
@@ -88,10 +84,7 @@ class EightBitWeights:
 
     def needed_bytes(self, layout: Layout) -> int:
         """Bytes of the weights and their factors."""
-        sizes = (
-            aligned(math.prod(_shape(modules, layout))) + _FACTORS_BYTES for modules, _ in _groups(layout)
-        )
-        return sum(sizes)
+        return sum(sum(map(aligned, _sizes(modules, norm, layout))) for modules, norm in _groups(layout))
 
     def allocate(self, layout: Layout) -> None:
         """Take the memory. Contents are undefined until `prepare`.
@@ -120,20 +113,21 @@ class EightBitWeights:
         self._weights.clear()
         offset = 0
         for modules, norm in _groups(layout):
-            shape = _shape(modules, layout)
-            size = math.prod(shape)
-            values = self._storage[offset : offset + size].view(e4m3.DTYPE).view(shape)
-            offset += aligned(size)
-            factors = self._storage[offset : offset + _FACTORS_BYTES].view(torch.float32)
-            factors = factors[:: ALIGNMENT_BYTES // 4]
-            offset += _FACTORS_BYTES
+            places = []
+            for size in _sizes(modules, norm, layout):
+                places.append(self._storage[offset : offset + size])
+                offset += aligned(size)
+            shape, by_row = _shape(modules, layout), norm is None
+            values = places[0].view(e4m3.DTYPE).view(shape)
+            factor, input_factor = (place.view(torch.float32) for place in places[1:])
             source = weights.of(modules, layout.part).read()[: shape[0]]
             low, high = source.aminmax()
-            factors[0] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
-            _quantize(source, factors[0], values)
-            factors[1] = 1.0 if norm is None else _norm_factor(norm, shape[1])
-            first = base_linear(modules[0])
-            self._weights[first] = EightBitWeight(values, factors[0], factors[1], norm is None, layout.dtype)
+            factor[:] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
+            _quantize(source, factor[0], values)
+            input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1])
+            self._weights[base_linear(modules[0])] = EightBitWeight(
+                values, factor[None] if by_row else factor[0], input_factor[0], by_row, layout.dtype
+            )
 
     def of(self, modules: Sequence[nn.Module]) -> EightBitWeight | None:
         """The weight of layers that read the same input; None: it stays in the model's type."""
@@ -186,3 +180,15 @@ def _shape(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int]:
     linears = [base_linear(module) for module in modules]
     rows = (linear.out_features if is_4bit(linear) else len(linear.weight) for linear in linears)
     return sum(rows), num_inputs(modules, layout.part)
+
+
+def _sizes(modules: Sequence[nn.Module], norm: Tensor | None, layout: Layout) -> tuple[int, int, int]:
+    """Bytes of a weight, of its factor and of its input's; where rows of the input have factors of their own,
+    a product wants one for each row of the weight, too.
+
+    Each is aligned as a tensor of its own would be: with one factor 4 bytes behind the other, cuBLAS refuses
+    the product in the words that it has for pointers that are not aligned
+    (github.com/pytorch/pytorch/issues/141749).
+    """
+    rows, columns = _shape(modules, layout)
+    return rows * columns, 4 * (rows if norm is None else 1), 4

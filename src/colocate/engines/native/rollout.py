@@ -139,7 +139,8 @@ class Rollout:
         admission = self.scheduler.admit()
         if admission.prefills:
             prefills = [prefill for prefill, _ in admission.prefills]
-            self.decoder.compile_ahead(prefills, len(admission.started))
+            has_prefixes = self.backend.would_share(self.scheduler.shared_prefixes())
+            self.decoder.compile_ahead(prefills, len(admission.started), has_prefixes=has_prefixes)
             logits = self.decoder.runner.prefill(prefills)
             for row, (_, owner) in zip(logits, admission.prefills, strict=True):
                 owner.logits = row

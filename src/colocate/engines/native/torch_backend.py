@@ -77,6 +77,10 @@ class TorchBackend:
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         """Note each running prompt's rows, and how many leading pages these rows have in common."""
 
+    def would_share(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> bool:
+        """Whether steps of these groups would read shared pages once for several rows."""
+        return False
+
     def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out].
 

@@ -93,6 +93,10 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
+    def would_share(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> bool:
+        assert self._prefixes is not None, "the backend is not bound to a decoder"
+        return self._prefixes.would_share(rows_by_group)
+
     def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
         if stack is None or isinstance(x, EightBitRows) or len(x) > lora.MAX_ROWS:
@@ -123,24 +127,17 @@ class TritonBackend(TorchBackend):
         # float32 cuBLAS has refused products, and a rounded one would differ from the reference.
         if not rows.values.is_cuda or weight.dtype == torch.float32:
             return super().product_8bit(rows, weight, bias, out)
-        # The result is in bfloat16: float16 would overflow before the rows' factors. The product adds a bias
-        # before it rounds once, but not to rows whose factors are still to come, and none but bfloat16.
-        adds_bias = not weight.by_row and weight.dtype == torch.bfloat16
+        factors = rows.factors[:, None] if weight.by_row else weight.input_factor
         output = torch._scaled_mm(
             _filled_up(rows.values),
             weight.values.t(),
-            weight.input_factor,
+            _filled_up(factors) if weight.by_row else factors,
             weight.factor,
-            bias=bias if adds_bias else None,
-            out_dtype=torch.bfloat16,
+            bias=bias,
+            out_dtype=weight.dtype,
             use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
         )
         output = output[: len(rows.values)]
-        if weight.by_row:
-            output *= rows.factors[:, None]
-        output = output.to(weight.dtype)
-        if bias is not None and not adds_bias:
-            output += bias
         return output if out is None else out.copy_(output)
 
     def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
@@ -399,12 +396,13 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _filled_up(values: Tensor) -> Tensor:
-    """Rows in 8 bits, with rows of zeros below them where a product wants more; else the very tensor."""
-    missing = -len(values) % SIDE
+def _filled_up(rows: Tensor) -> Tensor:
+    """Rows [T, n] in 8 bits, or their factors, with zeros below them where a product wants more rows."""
+    missing = -len(rows) % SIDE
     if not missing:  # `pad` would copy them all the same
-        return values
-    return F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+        return rows
+    as_bytes = rows.view(torch.uint8)  # e4m3 has no `pad` of its own
+    return F.pad(as_bytes, (0, 0, 0, missing)).view(rows.dtype)
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:
