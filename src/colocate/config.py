@@ -22,7 +22,8 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.batch_sizes import derive_batch_sizes
-from colocate.engines.build import ENGINES, OLDER_NAMES, ROLLOUT_PRECISIONS
+from colocate.engines.build import ENGINES, OLDER_NAMES
+from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs

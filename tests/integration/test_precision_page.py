@@ -97,6 +97,23 @@ def test_log_ratios():
         assert said in SECTION, said
 
 
+def test_rewards_on_a_cpu():
+    file = json.loads((ROOT / "benchmarks/results/precision-curves-cpu.json").read_text())
+    claims, setup = file["claims"], file["setup"]
+    assert (setup["num_seeds"], setup["num_steps"], setup["num_final_steps"]) == (6, 100, 10)
+    final = [f"{claims[f'final_reward_{precision}']:.3f} with `{precision}`" for precision in PRECISIONS]
+    names = [f"final_reward_difference_{precision}" for precision in ("fp8_kv", "fp8")]
+    less = [f"−{-claims[name]:.3f} ± {claims[f'{name}_error']:.3f}" for name in names]
+    for said in (
+        f"{setup['num_steps']} steps with {setup['num_seeds']} seeds at each precision",
+        f"of the last {setup['num_final_steps']} rollouts was {final[0]}, {final[1]} and {final[2]}.",
+        f"Of runs of one seed that is {less[0]} and {less[1]}, with the standard error",
+        f"or of more than {setup['num_steps']} steps",
+    ):
+        assert said in SECTION, said
+    assert all(claims[name] < -claims[f"{name}_error"] for name in names)
+
+
 def test_the_engine_page_repeats_them():
     for said in (
         f"4,096 tokens {ratio('step_ms', '1p5b_4k_256seq', 'fp8_kv'):.2f} times as fast",

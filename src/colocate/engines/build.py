@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from colocate.types import SamplingParams
 
 
-ROLLOUT_PRECISIONS = ("bf16", "fp8_kv", "fp8")
-"""The values of the option `rollout_precision`, which the native engine reads."""
-
-
 class EngineOptions(Protocol):
     """The options of a run that engines are made from; `GRPOConfig` documents each."""
 

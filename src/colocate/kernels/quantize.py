@@ -14,7 +14,7 @@ _BLOCK = 4096
 """Values that a program has at a time: with 8 warps a thread has 16, two 16-byte loads of bfloat16."""
 _NUM_WARPS = 8
 _VALUES_PER_THREAD = 32
-"""Of a row: all loads of a thread are under way at the same time, and nothing is read twice."""
+"""Values of a row that a thread has: all its loads are under way at the same time, none is read twice."""
 _MAX_ROW_BLOCK = 1024 * _VALUES_PER_THREAD
 """Most values of a row that its program keeps in registers; what is behind them is read twice."""
 
