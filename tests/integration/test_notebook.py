@@ -32,8 +32,9 @@ def test_the_notebook_is_saved_without_outputs():
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     assert [cell.source for cell in notebook.cells if "install" in cell.metadata.get("tags", [])] == [
-        '%pip install --quiet "colocate[peft]"'
-    ]
+        '%pip install --quiet "..[peft]"'
+    ], "of the checkout that the notebook is in, as docs/install.md says"
+    assert (NOTEBOOK.parent.parent / "pyproject.toml").is_file()
 
 
 @pytest.fixture(scope="module")

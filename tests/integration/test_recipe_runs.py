@@ -301,6 +301,9 @@ def test_the_page_has_the_published_runs(hardware: str) -> None:
 def test_the_page_has_the_run_on_a_gpu() -> None:
     records, claims = published_runs("h100"), summary_of("h100")["claims"]
     assert "\n".join(recipes_table(records)) in PAGE and claims == compute_claims(records)
+    drawn = picture(recipes_panels(records))
+    assert drawn == (ROOT / "docs/recipes-h100.svg").read_text(), "the picture is of other runs"
+    assert "](recipes-h100.svg)" in PAGE
     ratio = claims["train_s_ratio_addition_30m_trl"]
     said = f"Of `addition_30m` TRL takes {ratio:.2f} times our seconds, the first step's compilation included"
     assert said in PAGE

@@ -19,6 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import colocate
 from colocate import cli
 from colocate.option_help import option_sections
 from colocate.planning.hardware import find_gpu
@@ -109,6 +110,25 @@ def test_the_extras_are_those_of_the_package():
     assert named == set(project["optional-dependencies"]) - {"test", "browser", "lint", "docs"}
     low, high = re.search(r"Python (3\.\d+) to (3\.\d+)\.", PAGES["install"]).groups()
     assert project["requires-python"] == f">={low},<3.{int(high[2:]) + 1}"
+
+
+def test_the_check_of_an_installation():
+    (line,) = [line for line in blocks("install", "bash")[-1].splitlines() if line.startswith("python -c ")]
+    words = [sys.executable, *shlex.split(line)[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{colocate.__version__}\n"
+
+
+def test_the_tables_of_other_projects_are_whole_and_dated():
+    page = PAGES["comparison"]
+    assert re.search(r"last gone through on \d{4}-\d\d-\d\d,", page)
+    lines = [line[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    heads = [row for row in rows if row[-1] == "SkyRL"]
+    assert [head[1:] for head in heads] == [["colocate", "TRL", "Unsloth", "verl", "prime-rl", "SkyRL"]] * 2
+    for subject, *cells in (row for row in rows if row not in heads and row[0] != "languages"):
+        assert len(cells) == 6, subject
+        assert all(re.match(r"(Y|p|–|\[[Yp]\])", cell) for cell in cells), subject
 
 
 def test_every_metric_is_explained():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 import yaml
 
 from colocate import GRPOConfig
+from colocate.data.prompts import tokenize_prompts
 from colocate.option_help import option_sections
+from colocate.rewards import accuracy_reward
 from colocate.run_config import parse_run
 from tiny import make_model, make_tokenizer
+from tool_chat import make_chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ENGLISH = {
@@ -22,6 +26,11 @@ ENGLISH = {
 }
 SIMPLIFIED = "训练样权显优数据构类设选项张并执线脚预认词汇标轮给话错误说写览终级调档输图"
 """Characters that only simplified texts have."""
+MAINLAND = re.compile(
+    "內存|顯存|服務器|默認|代碼|緩存|數據|優化|采樣|循環|線程|進程|信息|"
+    "激活|指令碼|回復|提示詞|配置文件|運行|響應|網絡|打印"
+)
+"""Words of the mainland in traditional characters, which machines write and Taiwan does not."""
 
 
 def read(name: str) -> str:
@@ -33,8 +42,8 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def numbers(text: str) -> set[str]:
-    """Numbers with a point, a comma or a unit, and those before "times" or 倍: figures, not list counts."""
-    return set(re.findall(r"\d+(?:[.,]\d+)+|\d+(?= (?:ms|GiB))", text))
+    """Numbers with a point, a comma, a per cent sign or a unit: figures, not list counts."""
+    return set(re.findall(r"\d+(?:[.,]\d+)+|\d+(?=%|\s(?:ms|GiB|GPUs?|seconds|bytes|秒|位元組))", text))
 
 
 @pytest.mark.parametrize("page", ENGLISH)
@@ -85,11 +94,31 @@ def test_options_that_the_pages_name_exist():
             assert code in known, (page, code)
 
 
+def traditional(page: str) -> list[str]:
+    """The lines of a page without the glossary's column in simplified Chinese."""
+    lines = read(page).splitlines()
+    return ["|".join(line.split("|")[:3]) for line in lines] if page.endswith("glossary.md") else lines
+
+
 @pytest.mark.parametrize("page", [*ENGLISH, "docs/zh-Hant/glossary.md"])
-def test_characters_are_traditional(page):
-    for line in read(page).splitlines():
-        text = "|".join(line.split("|")[:3]) if page.endswith("glossary.md") else line
-        assert not set(text) & set(SIMPLIFIED), line
+def test_characters_are_traditional_and_words_taiwans(page):
+    for line in traditional(page):
+        assert not set(line) & set(SIMPLIFIED), line
+        assert not MAINLAND.search(line), line
+
+
+def test_the_glossary_has_the_words_that_machines_get_wrong():
+    terms = {line.split("|")[2].strip() for line in traditional("docs/zh-Hant/glossary.md") if "|" in line}
+    assert terms >= {"記憶體", "伺服器", "訓練迴圈", "權重共用", "腳本", "回應", "梯度檢查點", "取樣生成"}
+
+
+def test_the_row_in_chinese_is_a_prompt_with_a_solution_that_is_recognised():
+    (line,) = blocks("docs/zh-Hant/quickstart.md", "json")
+    row = json.loads(line)
+    (prompt,) = tokenize_prompts([row], make_chat_tokenizer())
+    assert len(prompt) > len(row["prompt"][0]["content"])
+    answers = ["一共有 3 + 4 顆，所以答案是 7 顆。", "答案：７", "答案是 8"]
+    assert accuracy_reward(answers, [row["solution"]] * 3) == [1.0, 1.0, 0.0]
 
 
 def test_links_lead_somewhere():

@@ -55,6 +55,14 @@ def test_every_benchmark_that_a_text_names_is_there() -> None:
     assert {f"benchmarks.{command}" for command, _ in COMMANDS} <= set(MODULES)
 
 
+def test_every_target_of_make_that_a_text_names_is_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = re.compile(r"(?:^|`|timed \"[\w-]+\" )make ([a-z-]+)(?=`|\s|$)", flags=re.MULTILINE)
+    texts = [*(path.read_text() for path in PAGES), (ROOT / ".ci/run").read_text()]
+    named = {name for text in texts for name in commands.findall(text)}
+    assert {"quickstart", "lint", "test", "gpu-test", "docs", "vllm-test"} <= named <= targets
+
+
 def test_every_result_has_a_benchmark_that_writes_it() -> None:
     names = {json.loads(path.read_text())["name"] for path in (ROOT / "benchmarks/results").glob("*.json")}
     written = "\n".join(SOURCES.values())

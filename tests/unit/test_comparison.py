@@ -144,6 +144,26 @@ def test_the_viewer_has_every_completion_with_its_group(tmp_path):
     assert found[0]["scores"] == {"right": 1.0, "advantage": 0.5} and found[2]["scores"]["right"] is None
 
 
+def test_the_viewer_has_the_turns_and_tools_of_an_episode(tmp_path):
+    write_synthetic_run(tmp_path, num_steps=10)
+    asked = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Taipei"}}}
+    turns = [
+        {"role": "assistant", "content": "Let me see.", "reasoning_content": "Ask.", "tool_calls": [asked]},
+        {"role": "tool", "name": "weather", "content": "rain"},
+        {"role": "assistant", "content": "Take an umbrella."},
+    ]
+    table = CompletionTable([[{"role": "user", "content": "Out?"}]], [turns], {"right": [1.0]}, [0.5])
+    write_completions_parquet(tmp_path, 10, table)
+    path = write_report(tmp_path)
+    (found,) = records_of(path)
+    assert found["prompt"] == "USER\nOut?" and found["scores"] == {"right": 1.0, "advantage": 0.5}
+    asking = 'ASSISTANT\nAsk.\nLet me see.\nweather({"city": "Taipei"})'
+    expected = [asking, "TOOL\nrain", "ASSISTANT\nTake an umbrella."]
+    assert found["completion"].split("\n\n") == expected
+    # Without scripts, too, they can be read.
+    assert "Take an umbrella." in parse_page(path).text
+
+
 def test_without_tables_the_viewer_has_the_samples(tmp_path):
     write_synthetic_run(tmp_path, num_steps=40)
     assert len(records_of(write_report(tmp_path))) == sum(1 for _ in read_run(tmp_path).completions())

@@ -14,7 +14,7 @@ from trl.data_utils import maybe_apply_chat_template
 from colocate.data.prompt_format import PromptFormat
 from colocate.data.prompt_lengths import within_lengths
 from colocate.data.prompts import as_conversations, tell_bare_strings, tokenize_prompts
-from tiny import make_tokenizer
+from tiny import make_tokenizer, make_trainer, sums
 
 GSM8K = datasets.Dataset.from_list(
     [
@@ -213,3 +213,9 @@ def test_strings_to_a_chat_model_are_warned_of(prompt, has_template, asked, warn
     with caplog.at_level(logging.WARNING, logger="colocate"):
         tell_bare_strings(prompt, tokenizer, asked)
     assert ("Set apply_chat_template=True" in caplog.text) == warns
+
+
+def test_a_run_warns_of_strings_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="colocate"):
+        make_trainer(tmp_path, eval_dataset=sums(), eval_strategy="steps", eval_steps=1, max_steps=2).train()
+    assert caplog.text.count("Set apply_chat_template=True") == 1

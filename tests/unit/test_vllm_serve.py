@@ -13,16 +13,20 @@ import sys
 import textwrap
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
+from torch.distributed.run import get_args_parser
 
 from colocate.cli import main
 from colocate.engines.rollout_server.key import key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm_server import serve as serve_module
 from colocate.parallel.ports import free_port
+from colocate.run_config import parse_run
+from colocate.run_file import read_overrides
 from processes import SOURCE
 from ray_homes import marked, wait_for_end
 
@@ -79,6 +83,28 @@ def test_the_guides_commands_are_ones_that_are_taken(stand_in, monkeypatch):
         end = words.index("--") if "--" in words else len(words)
         tail = ["--", *words[end + 1 :], "--fail"]
         assert main([*words[:end], *([] if port else ["--port", str(free_port())]), *tail]) == 3, command
+
+
+def test_the_guides_other_commands_are_ones_that_are_taken():
+    """Every command of docs/vllm.md that starts no server."""
+    root = Path(__file__).parents[2]
+    blocks = re.findall(r"```bash\n(.*?)```", (root / "docs" / "vllm.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if "rollout-serve" not in line]
+    engines = []
+    for words in (shlex.split(line, comments=True) for line in lines):
+        if words[0] == "torchrun":
+            started = get_args_parser().parse_args(words[1:])
+            assert (started.training_script, started.module) == ("colocate", True)
+            words = ["colocate", *started.training_script_args]
+        if words[0] == "colocate":
+            assert words[1:3] == ["train", "run.yaml"]
+            engines.append(parse_run(read_overrides(words[3:]))[1]["engine"])
+        elif words[:2] == ["pip", "install"]:
+            project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+            assert words[2] == ".[vllm]" and "vllm" in project["optional-dependencies"]
+        else:  # what is the server's alone
+            assert words[0] == "curl" or words[1].startswith("COLOCATE_SERVER_KEY=")
+    assert engines.count("vllm") == 2 and engines.count("rollout_server") == 2 == len(engines) - 2
 
 
 @pytest.mark.parametrize(("num_cores", "num_api_servers"), [(1, 1), (7, 1), (8, 2), (16, 4), (128, 4)])
@@ -148,6 +174,7 @@ def test_killed_it_leaves_no_vllm_behind(stand_in):
     mark = str(stand_in)  # in the environment of all that it starts
     script = f"""
 from packaging.version import Version
+from torch.distributed.run import get_args_parser
 from colocate.cli import main
 from colocate.engines.vllm_server import serve as serve_module
 serve_module._entry_point = lambda model: ("stand_in", model)
