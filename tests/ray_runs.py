@@ -17,14 +17,16 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 def digits(completions, trainer_state, **_):
-    """Rewards digits. The file die/STEP-RANK kills that rank, or the actor above it, in that step, once."""
+    """Rewards digits. The file die/STEP-RANK kills that rank, or the actor above it, in that step, once. Or
+    the rank waits there for somebody to kill Ray's head."""
     rank = os.environ["RANK"]
     Path(f"environment{rank}.json").write_text(json.dumps(dict(os.environ)))
     if (death := Path(f"die/{trainer_state.global_step + 1}-{rank}")).exists():
         who = death.read_text()
         death.unlink()
         print(f"the last words of {who}", file=sys.stderr, flush=True)
-        os.kill(os.getpid() if who == "rank" else os.getppid(), signal.SIGKILL)
+        if who != "head":
+            os.kill(os.getpid() if who == "rank" else os.getppid(), signal.SIGKILL)
         time.sleep(100)
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 '''

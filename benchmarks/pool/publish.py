@@ -35,7 +35,7 @@ from colocate.engines.rollout_server.client import Workers
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.key import VARIABLE
 from colocate.engines.rollout_server.patience import patience_among
-from colocate.engines.rollout_server.weight_push import FileTransport, WeightPusher
+from colocate.engines.rollout_server.weight_push import IpcTransport, NcclTransport, WeightPusher
 from colocate.parallel.ports import free_port
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WHOLE
@@ -47,6 +47,9 @@ MOST_SHORTFALL = 0.5
 same weights give in float32."""
 START_S = 600.0
 
+BETWEEN_GPUS = (IpcTransport, NcclTransport)
+"""Transports whose buffers are on GPUs at both ends. What any other one sends was in the host's memory."""
+
 Change = Callable[[int], None]
 """Changes the model's weights in place, for a publication of this number."""
 Shortfall = Callable[[Sequence[Completion]], float]
@@ -55,9 +58,11 @@ Shortfall = Callable[[Sequence[Completion]], float]
 
 @dataclass
 class Pushes:
-    """What each server was sent: seconds, bytes, and those of them that went through the host."""
+    """What each server was sent: seconds; and for each push, in their order, the class of its transport, its
+    bytes, and those of them that went through the host."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    transports: list[str] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
     host_bytes: list[int] = field(default_factory=list)
 
@@ -69,9 +74,10 @@ class Pushes:
             begin_s = time.perf_counter()
             sent_bytes = push(pusher, *arguments)
             self.seconds.setdefault(pusher.client.base_url, []).append(time.perf_counter() - begin_s)
-            is_file = isinstance(pusher._transport, FileTransport)
+            transport = pusher._transport
+            self.transports.append(type(transport).__name__)
             self.num_bytes.append(sent_bytes)
-            self.host_bytes.append(sent_bytes if is_file else 0)
+            self.host_bytes.append(0 if isinstance(transport, BETWEEN_GPUS) else sent_bytes)
             return sent_bytes
 
         with mock.patch.object(WeightPusher, "_push", timed):

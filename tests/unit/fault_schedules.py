@@ -159,7 +159,7 @@ def schedules(num_servers: int, faults: Sequence[Any]) -> st.SearchStrategy[list
 
 def play(fleet: Fleet, schedule: Sequence[dict[str, list[Any]]]) -> bool:
     """Three updates, each with a rollout of whole completions and one of turns. Returns whether the run came
-    to its end; else its error has named a server that was lost."""
+    to its end; else its error has named servers that were lost, and no other."""
     sampling = SamplingParams(max_tokens=12, seed=3, stop_token_ids=(5,))
     prompts = [dataclasses.replace(p, max_tokens=(4, 4)) for p in make_prompts([3, 5, 4], 2)]
     try:
@@ -194,7 +194,10 @@ def play(fleet: Fleet, schedule: Sequence[dict[str, list[Any]]]) -> bool:
             for member in pool._members:
                 assert not member.replica.takes_turns or member.loss or not fake_of(fleet, member).awake
     except RuntimeError as error:
-        assert any(fake.base_url in str(error) for fake in fleet.fakes), error
+        named = [fake for fake in fleet.fakes if fake.base_url in str(error)]
+        assert named, error
+        for fake in named:
+            assert fake.was_gone(fleet.patience.max_attempts, fleet.patience.answer_s), error
         return False
     return True
 

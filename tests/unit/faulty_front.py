@@ -7,6 +7,7 @@ import copy
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,10 @@ class FaultyFront:
     def __init__(self) -> None:
         self.faults: dict[str, list[Callable[..., None] | None]] = {}
         self.requests: list[str] = []
+        self.suffered: list[tuple[str, Callable[..., None]]] = []
+        """The faults that have come, each with its path."""
+        self.slowest_s = 0.0
+        """The longest that what is behind has taken for an answer."""
         self.gone_until_s = 0.0
         """Until then, by time.monotonic(), every connection is closed without an answer."""
         self.earlier: dict[str, tuple[BaseHTTPRequestHandler, bytes]] = {}
@@ -55,6 +60,17 @@ class FaultyFront:
         self.http = Server(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def was_gone(self, max_attempts: int, answer_s: float) -> bool:
+        """Whether a client had reason to take it for lost: it was killed, restarted or hung, it answered no
+        request of one kind as often as a client asks, or it took longer than a client waits.
+
+        Args:
+            max_attempts, answer_s: see `Patience`.
+        """
+        unanswered = Counter(name for name, fault in self.suffered if fault is not late)
+        is_lost = any(getattr(fault, "is_loss", False) for _, fault in self.suffered)
+        return is_lost or max(unanswered.values(), default=0) >= max_attempts or self.slowest_s > answer_s
 
     def close(self) -> None:
         self.http.shutdown()
@@ -87,10 +103,14 @@ class FaultyFront:
         if fault is late and name in self.earlier:
             self.ask(*self.earlier[name])
         self.earlier[name] = (copy.copy(handler), content)  # which goes on with the next request
+        if fault is not None:
+            self.suffered.append((name, fault))
         if fault is not None and getattr(fault, "is_instead", False):
             fault(self, handler, 0, None)
             return
+        begin_s = time.monotonic()
         answer = self.ask(handler, content)
+        self.slowest_s = max(self.slowest_s, time.monotonic() - begin_s)
         if answer is None or time.monotonic() < self.gone_until_s:
             handler.close_connection = True
         elif fault is None:
@@ -158,8 +178,9 @@ def restart(front: FaultyFront, handler: BaseHTTPRequestHandler, status: int, an
     handler.close_connection = True
 
 
+restart.is_loss = True  # type: ignore[attr-defined]
 restart_before = partial(restart)
-restart_before.is_instead = True  # type: ignore[attr-defined]
+restart_before.is_instead = restart_before.is_loss = True  # type: ignore[attr-defined]
 
 
 def doubled(front: FaultyFront, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
@@ -176,7 +197,7 @@ def die(seconds: float) -> Callable[..., None]:
             front.gone_until_s = time.monotonic() + seconds
         handler.close_connection = True
 
-    fault.is_instead = True  # type: ignore[attr-defined]
+    fault.is_instead = fault.is_loss = True  # type: ignore[attr-defined]
     return fault
 
 
@@ -191,3 +212,6 @@ def become_another(front: FaultyFront, handler: BaseHTTPRequestHandler, status: 
     with front._lock:
         front.become_another()
     handler.close_connection = True
+
+
+hang.is_loss = become_another.is_loss = True  # type: ignore[attr-defined]

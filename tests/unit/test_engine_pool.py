@@ -15,11 +15,22 @@ import pytest
 from accelerate import Accelerator
 from engine_models import make_model, make_prompts
 from fake_server import FakeVLLM, install_fake_vllm
-from fault_schedules import COMPLETIONS, HURRIED, LIMIT_S, Fleet, MakeFleet, check_schedules, drain, fleets_of
-from faulty_front import become_another, die, hang, restart, send_json
+from fault_schedules import (
+    COMPLETIONS,
+    HURRIED,
+    LIMIT_S,
+    Fleet,
+    MakeFleet,
+    check_schedules,
+    drain,
+    fleets_of,
+    play,
+)
+from faulty_front import become_another, die, error_500, hang, late, restart, send_json
 
 from colocate.config import GRPOConfig
 from colocate.engines.build import EngineParts, build_engine, server_urls
+from colocate.engines.pool import EnginePool
 from colocate.engines.rollout_server.client import CompletionRefused
 from colocate.engines.rollout_server.lease import Run, ServerHeld
 from colocate.engines.rollout_server.patience import ALONE
@@ -271,6 +282,25 @@ def test_a_server_named_twice_is_refused():
 
 def test_whatever_befalls_servers_no_completion_is_lost_doubled_or_mixed(make_fleet):
     check_schedules(make_fleet, 12)
+
+
+@pytest.mark.parametrize("fault", [None, late, error_500, die(60)])
+def test_only_a_server_that_was_gone_may_be_named(make_fleet, monkeypatch, fault):
+    """The schedules' own check: a run that ends with a sound server's name is no end of a schedule."""
+    fleet = make_fleet(1)
+    fleet.patience = HURRIED
+
+    def name_it(pool: EnginePool, *arguments: Any) -> None:
+        pool._members[0].replica._ask("/health")
+        raise RuntimeError(f"{fleet.fakes[0].base_url} is lost")
+
+    monkeypatch.setattr(EnginePool, "update_weights", name_it)
+    schedule = [{"/health": [fault]}]
+    if fault in (None, late, error_500):  # of which the last is asked again, and answered
+        with pytest.raises(AssertionError, match="is lost"):
+            play(fleet, schedule)
+    else:
+        assert play(fleet, schedule) is False
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import json
 import select
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler
@@ -14,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import make_model
+from engine_models import make_model, make_prompts
 from fake_server import KEY
-from fault_schedules import FAULTS, Fleet, MakeFleet, check_schedules, fleets_of
+from fault_schedules import COMPLETIONS, FAULTS, LIMIT_S, Fleet, MakeFleet, check_schedules, fleets_of
 from faulty_front import FaultyFront, send_json
 from native_server_case import NativeServer
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.pool import EnginePool
-from colocate.types import Completion
+from colocate.engines.rollout_server import watch as watch_module
+from colocate.types import Completion, SamplingParams
 
 _OWN_HEADERS = ("host", "connection", "content-length")
 
@@ -118,6 +120,7 @@ def engine_ends(front: Any, handler: BaseHTTPRequestHandler, status: int, answer
     send_json(handler, status, answer)
 
 
+engine_hangs.is_loss = engine_ends.is_loss = True  # type: ignore[attr-defined]
 NATIVE_FAULTS = [*FAULTS, engine_hangs, engine_ends]
 
 
@@ -128,3 +131,28 @@ def test_whatever_befalls_native_servers_no_completion_is_lost_doubled_or_mixed(
 @pytest.mark.slow
 def test_two_hundred_schedules_of_faults_lose_nothing_of_native_servers(make_fleet):
     check_schedules(make_fleet, 200, NATIVE_FAULTS)
+
+
+def test_a_server_with_nothing_to_do_has_lost_its_requests(make_fleet, monkeypatch, caplog):
+    """What is between takes requests and passes none on: the server is well, and its steps stand still."""
+    monkeypatch.setattr(watch_module, "FORGOTTEN_S", 1.0)
+    fleet = make_fleet(2)
+    pool = fleet.pool()
+    fleet.update(pool, 0)
+    swallowed, over = [], threading.Event()
+
+    def swallow(front: Any, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+        swallowed.append(handler.path)
+        over.wait(LIMIT_S)
+        handler.close_connection = True
+
+    swallow.is_instead = True  # type: ignore[attr-defined]
+    fleet.fakes[0].faults[COMPLETIONS] = [swallow] * 20
+    prompts, sampling = make_prompts([3, 5, 4], 2), SamplingParams(max_tokens=6, seed=3)
+    try:
+        fleet.check(pool.generate(prompts, sampling), fleet.alone.generate(prompts, sampling))
+    finally:
+        over.set()
+        fleet.fakes[0].faults.clear()
+    assert swallowed and f"{fleet.fakes[0].base_url} is lost" in caplog.text
+    assert "has had nothing to do for 1 s, and stands at step" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
 from colocate.engines import pool as pool_module
 from colocate.engines.pool import EnginePool
+from colocate.engines.rollout_server import weight_push
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.patience import Patience
 from colocate.types import Completion, Prompt
@@ -88,6 +90,43 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     # The first server was never lost, and each publication has a push to it, after those of the start.
     pushes_s = record["pushes"]["seconds"][fakes[0].base_url][-len(rows) :]
     assert all(0 < push_s < row["wall_s"] for push_s, row in zip(pushes_s, rows, strict=True))
+
+
+@pytest.mark.parametrize("name", ["file", "http"])
+def test_what_goes_through_the_host_is_counted_whatever_carries_it(name, monkeypatch, tmp_path):
+    """What a stand-in has loaded is what was counted."""
+    install_fake_vllm(monkeypatch)
+    model = make_model("qwen3")
+    fake = FakeVLLM(model)
+    engine = RolloutServerEngine(
+        model, base_url=fake.base_url, bucket_bytes=BUCKET_BYTES, directory=str(tmp_path), transport=name
+    )
+    pushes = publish.Pushes()
+    with pushes.timed():
+        engine.update_weights(model.named_parameters(), 1)
+    loaded = sum(fake.loaded.weights[weight].nbytes for weight in fake.loaded.num_loads)
+    engine.close()
+    fake.close()
+    assert pushes.transports == [f"{name.capitalize()}Transport"]
+    assert pushes.host_bytes == pushes.num_bytes and sum(pushes.host_bytes) >= loaded > 0
+
+
+@pytest.mark.parametrize("transport", [weight_push.IpcTransport, weight_push.NcclTransport, None])
+def test_only_what_stays_on_gpus_is_not_counted(transport, monkeypatch):
+    """A stand-in's pushes, as there is no GPU; a transport that nobody has named counts as the host's."""
+
+    class Unheard(weight_push.HttpTransport): ...
+
+    kind = transport or Unheard
+    pusher: Any = types.SimpleNamespace(
+        client=types.SimpleNamespace(base_url="http://a:1"), _transport=kind.__new__(kind)
+    )
+    monkeypatch.setattr(weight_push.WeightPusher, "_push", lambda pusher: 7)
+    pushes = publish.Pushes()
+    with pushes.timed():
+        assert weight_push.WeightPusher._push(pusher) == 7
+    assert pushes.transports == [kind.__name__] and pushes.num_bytes == [7]
+    assert pushes.host_bytes == [0 if transport else 7]
 
 
 def test_the_claims_are_those_of_the_records():

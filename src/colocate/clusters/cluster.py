@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,11 +14,11 @@ from typing import Any
 
 from colocate.checkpoints.stop_signals import restore
 from colocate.parallel.ask import Ask
+from colocate.parallel.ray_head import check_address, watched
 from colocate.redaction import redacted
 
 _PATIENCE_S = 5.0
 """Seconds of waiting after which the terminal says what is waited for."""
-_CONNECT_S = 10.0
 _STORE_BYTES = 2**27
 """Shared memory of an embedded cluster, which carries lines of text; Ray would take 30 % of all memory."""
 _SLICE_S = 0.5
@@ -41,11 +40,13 @@ def connected(run_id: str) -> Iterator[bool]:
         import ray
     except ImportError as error:
         raise ImportError(
-            'The launcher "ray" needs the package ray, which is not installed: pip install "ray>=2.40"'
+            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
         ) from error
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        yield _connect(os.environ.get("RAY_ADDRESS", ""), f"colocate-{run_id}")
+        is_embedded = _connect(os.environ.get("RAY_ADDRESS", ""), f"colocate-{run_id}")
+        with watched(ray.get_runtime_context().gcs_address):
+            yield is_embedded
     finally:
         ray.shutdown()  # it may have come half-way
         if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
@@ -57,7 +58,7 @@ def _connect(given: str, namespace: str) -> bool:
     import ray
 
     if given not in ("", "auto", "local"):
-        _check_address(given)
+        check_address(given)
     options: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     if given == "local":
         options["object_store_memory"] = _STORE_BYTES
@@ -69,23 +70,6 @@ def _connect(given: str, namespace: str) -> bool:
         where = "on this machine" if given in ("", "local") else f"at RAY_ADDRESS={given}"
         raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
     return given == "local"
-
-
-def _check_address(given: str) -> None:
-    """Find out in seconds what Ray tries for minutes: whether somebody listens at RAY_ADDRESS.
-
-    Raises:
-        RuntimeError: nobody does, or it is the address of something else than a cluster's head.
-    """
-    host, _, port = given.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise RuntimeError(
-            f"No Ray head listens at RAY_ADDRESS={redacted(given)} ({error}). Set its address and port, such "
-            "as 10.0.0.1:6379, on one of the cluster's nodes, or unset it for a cluster here. "
-            "From elsewhere (ray://) use `ray job submit`."
-        ) from error
 
 
 @contextmanager

@@ -284,9 +284,14 @@ class HttpClient:
         """Cancel all calls under way and close every connection."""
         self.cancel_all()
         self._pool.shutdown(cancel_futures=True)
-        for connection in self._idle:
+        self.drop_connections()
+
+    def drop_connections(self) -> None:
+        """Close every connection that is idle; the next request makes one."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
             connection.close()
-        self._idle.clear()
 
     def _exchange(
         self, call: _Call, method: str, path: str, payload: bytes | None, deadline: float

@@ -31,7 +31,7 @@ from colocate.engines.rollout_server.client import (
     Workers,
 )
 from colocate.engines.rollout_server.completions import Request, completions_in, requests_of
-from colocate.engines.rollout_server.fit import examine, start_id_of, take
+from colocate.engines.rollout_server.fit import Starts, examine, start_id_of, take
 from colocate.engines.rollout_server.lease import LEASE_S, LeaseKeeper, this_run
 from colocate.engines.rollout_server.open_turns import OpenTurns
 from colocate.engines.rollout_server.patience import ALONE, Patience
@@ -94,7 +94,8 @@ class RolloutServerEngine(TurnEngine):
     Raises:
         ServerUnreachable: no server answered within `server_timeout_s`.
         ServerHeld: the server belongs to another run.
-        ValueError: the server has another model, settings that training cannot work with, or another key.
+        ValueError: the server has another model, settings that training cannot work with, or another key; or
+            several servers are at the address.
         RuntimeError: the server's vLLM is not supported, or the server cannot take weights.
     """
 
@@ -143,6 +144,7 @@ class RolloutServerEngine(TurnEngine):
             first_delay_s=patience.first_delay_s,
             run_id=self._run_id,
         )
+        self._starts = Starts(self._client.base_url)
         self._open_turns = OpenTurns(self._client, self._watch())
         self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
@@ -411,9 +413,14 @@ class RolloutServerEngine(TurnEngine):
         raise last
 
     def _state(self) -> tuple[str, str | None]:
-        """Identities of the server's start and of its weights; the latter None if its workers disagree."""
+        """Identities of the server's start and of its weights; the latter None if its workers disagree.
+
+        Raises:
+            SeveralServers: see `Starts.note`.
+        """
         states = self._workers.call("state", deadline_s=self._patience.answer_s)
         start_id, tokens = start_id_of(states), {state["token"] for state in states}
+        self._starts.note(start_id)
         self.num_restarts += self._start_id not in (None, start_id)
         self._start_id = start_id
         self._pusher.is_asleep = any(state["is_asleep"] for state in states)
@@ -490,7 +497,13 @@ class RolloutServerEngine(TurnEngine):
         assert self._model is not None
         answer_s = self._patience.answer_s
         facts = examine(
-            self._model, self._ask, self._workers, self._client, deadline_s=answer_s, is_main=self._is_main
+            self._model,
+            self._ask,
+            self._workers,
+            self._client,
+            self._starts,
+            deadline_s=answer_s,
+            is_main=self._is_main,
         )
         if facts.logprobs_mode != self._reported.mode:
             self._reported = self._report_in(facts.logprobs_mode)

@@ -27,6 +27,9 @@ from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
 
+_MOST_SERVERS = 32
+"""How many servers behind one address are told from one that is started again and again."""
+
 
 class Facts(NamedTuple):
     """What a run needs to know of a server that fits it."""
@@ -41,11 +44,48 @@ class Facts(NamedTuple):
     """The native engine is behind it, else vLLM."""
 
 
+class SeveralServers(ValueError):
+    """What answers at a server's address are several servers in turn."""
+
+
+class Starts:
+    """The starts of the server at an address, in their order: each has another identity than all before it.
+
+    Args:
+        url: the address, for messages.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._seen: list[str] = []
+
+    def note(self, start_id: str) -> bool:
+        """Take notice of who has answered; returns whether it is who answered before.
+
+        Raises:
+            SeveralServers: it answered earlier, and another one did since: it cannot have been started anew.
+        """
+        if self._seen and start_id == self._seen[-1]:
+            return True
+        if start_id in self._seen:
+            since = [each[:8] for each in self._seen[self._seen.index(start_id) :]]
+            raise SeveralServers(
+                f"{self._url} leads to {len(since)} servers in turn: to the starts {', '.join(since)}, and "
+                f"then to {start_id[:8]} again. A run takes a server for itself, sends it weights, and "
+                "checks what each answer was drawn with, which a router in front of servers mixes up. Set "
+                "rollout_server_base_url to the addresses of the servers themselves, with commas between "
+                "them: the run shares its work out among them."
+            )
+        self._seen.append(start_id)
+        return False
+
+
 def examine(
     model: nn.Module,
     ask: Callable[..., Any],
     workers: Workers,
     client: HttpClient,
+    starts: Starts,
     *,
     deadline_s: float,
     is_main: bool,
@@ -55,10 +95,12 @@ def examine(
     Args:
         model: the policy.
         ask: sends a GET request for a path and returns what a function makes of the JSON that comes back.
+        starts: those that are known of the server.
         deadline_s: for the workers' answers.
         is_main: this process prints what is worth a warning.
 
     Raises:
+        SeveralServers: a router is there, and servers behind it.
         ValueError: it does not know this run's key, or see `check_fit`.
         RuntimeError: its vLLM is not supported, or it cannot take weights.
     """
@@ -76,6 +118,11 @@ def examine(
     described = workers.describe(deadline_s=deadline_s)
     first, name = described[0], str(offered["id"])
     check_fit(model, first, name, url)
+    starts.note(start_id_of(described))
+    for _ in range(_MOST_SERVERS):
+        client.drop_connections()  # a router may keep each with one server
+        if starts.note(start_id_of(workers.describe(deadline_s=deadline_s))):
+            break
     dtype = str(causal_lm(model).get_input_embeddings().weight.dtype).removeprefix("torch.")
     if is_main and first["dtype"] != dtype:
         logger.warning(

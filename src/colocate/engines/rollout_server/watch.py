@@ -12,13 +12,25 @@ from colocate.engines.rollout_server.client import HOW_TO_START, RequestRefused,
 
 logger = logging.getLogger(__name__)
 
+FORGOTTEN_S = 10.0
+"""Seconds without a step, an answer or anything to do after which requests to a server count as lost. A
+trainer under load may take a while to send what it has counted as sent."""
+
 
 class ServerPaused(RuntimeError):
     """The server answers, but generates nothing, because somebody has paused it."""
 
 
+class RequestsForgotten(ServerUnreachable):
+    """The server is well and draws nothing, though requests to it have no answer."""
+
+
 class Watch:
     """Asks a server that has been silent for a while during a rollout.
+
+    Whether the steps of a server's engine go on is judged where they are known: a native server answers with
+    503 if one takes too long for what it is, and one of vLLM answers `/is_paused` between two steps. Seen
+    from here, a counter that stands still may be a long step, unless the engine has nothing to do.
 
     Args:
         base_url: the server's address, for messages.
@@ -32,6 +44,8 @@ class Watch:
         self.silence_s = silence_s
         self._heard_s = time.monotonic()
         self._paused_since_s: float | None = None
+        self._idle: tuple[int, float] | None = None
+        """The step at which its engine was found with nothing to do, and when it was first found so."""
 
     @property
     def is_silent(self) -> bool:
@@ -41,22 +55,26 @@ class Watch:
     def heard(self) -> None:
         """Note that the server has answered a request."""
         self._heard_s = time.monotonic()
+        self._idle = None
 
     def look(self, ask: Callable[[str], Any]) -> None:
-        """Ask the server how it is. If its engine does not go on, a native server says so, and one of vLLM
-        leaves the second question without an answer.
+        """Ask the server how it is, while requests to it are under way. If its engine does not go on, a
+        native server says so, and one of vLLM leaves the second question without an answer.
 
         Args:
             ask: sends a GET request for a path and returns the JSON of the answer; it raises if none comes.
 
         Raises:
             ServerPaused: it has been paused for longer than `patience_s`.
+            RequestsForgotten: a native server has had nothing to do for `FORGOTTEN_S`.
         """
+        idle = self._idle
         ask("/health")
         self.heard()
         answer = ask("/is_paused")
         if not isinstance(answer, dict) or not answer.get("is_paused"):
             self._paused_since_s = None
+            self._check_busy(answer, idle)
         elif self._paused_since_s is None:
             self._paused_since_s = time.monotonic()
             logger.warning(
@@ -69,6 +87,19 @@ class Watch:
                 "(rollout_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
+            )
+
+    def _check_busy(self, answer: Any, idle: tuple[int, float] | None) -> None:
+        """See `look`; vLLM tells no steps."""
+        if not isinstance(answer, dict) or answer.get("is_busy") is not False:
+            return
+        now_s, num_steps = time.monotonic(), answer.get("num_steps", 0)
+        self._idle = idle if idle is not None and idle[0] == num_steps else (num_steps, now_s)
+        if (for_s := now_s - self._idle[1]) >= FORGOTTEN_S:
+            raise RequestsForgotten(
+                f"The server at {self._base_url} has had nothing to do for {for_s:.0f} s, and stands at step "
+                f"{num_steps}, though it was sent requests that it has not answered: they were lost on the "
+                "way. Look into its log, and into what is between."
             )
 
 
