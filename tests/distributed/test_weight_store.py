@@ -15,14 +15,16 @@ PARTS_OF_A_RUN = ("keep", "full", "lora", "gathered", "steps")
 CASES = {
     2: [
         *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in PARTS_OF_A_RUN),
-        *("qwen3 steps lora", "bf16", "ghost", "interrupted"),
+        *("qwen3 steps lora", "qwen2 steps kl", "qwen3 steps lora kl", "bf16", "ghost", "interrupted"),
+        *("qwen2 steps rows", "qwen3 steps rows lora", "qwen2 steps rows kl", "qwen3 steps rows lora kl"),
     ],
     4: [
         *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in ("keep", "steps")),
         *("qwen3 steps lora", "qwen2 steps replicas", "qwen2 steps replicas lora"),
     ],
 }
-"""By the number of processes. "replicas": there are two of each part."""
+"""By the number of processes. "replicas": there are two of each part; "rows": each has all weights, and the
+optimizer's state is split by rows."""
 
 Results = list[dict[str, dict[str, float]]]
 

@@ -27,17 +27,22 @@ import engine_models
 from peft import LoraConfig, get_peft_model
 from test_policy import make_policy, make_samples, objective, plain, plain_loss
 
+from colocate.algorithms.objective import Objective
+from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.experience import ranks
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.weight_store import WeightStore, gather_full
 from colocate.policy import stack as stack_module
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
 from colocate.policy.output_head import output_head
+from colocate.policy.policy import Policy, UpdateResult
 from colocate.policy.reference import make_reference
 from colocate.policy.stack import DecoderLayer, DecoderStack
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.weight_parts import split_weights, splits_of, storage_of
 
+BETA = 0.5
 TEMPERATURE = 0.8
 FAMILIES = ["llama-biases", "qwen2", "qwen3"]
 
@@ -280,8 +285,11 @@ def interrupted(mesh: Mesh) -> Iterator[tuple[str, float]]:
     yield "gradients", difference(split.gradients(), expected_gradients(whole, samples), split)
 
 
-def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, float]]:
-    """Three clipped steps by a policy over parts, beside one process with the samples of all ranks."""
+def steps(mesh: Mesh, name: str, *, lora: bool = False, beta: float = 0.0) -> Iterator[tuple[str, float]]:
+    """Three clipped steps by a policy over parts, beside one process with the samples of all ranks.
+
+    With one part every rank has all weights, and rows of the optimizer's state.
+    """
     lengths, num_ranks = [(3, 5), (9, 2), (2, 12), (6, 6)], dist.get_world_size()
     # Ranks have other numbers of micro-batches.
     samples = [make_samples(lengths[: 4 - rank], seed=rank) for rank in range(num_ranks)]
@@ -293,26 +301,35 @@ def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, f
     ]
     whole = make_model(name, lora=lora)
     parts = copy.deepcopy(whole)
-    split_weights(parts, WeightPart(mesh.weight_part, mesh.num_weight_parts))
+    if mesh.num_weight_parts > 1:
+        split_weights(parts, WeightPart(mesh.weight_part, mesh.num_weight_parts))
     for model in (whole, parts):
         torch.nn.Module.to(model, torch.device("cpu", 0))  # as runs do, which undoes the fusion
     options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=0.1, budget=16)
     one = make_policy(whole, reference=make_reference(whole, has_new_adapter=lora), **options)
     with mock.patch.object(dist, "get_world_size", lambda *_: 1):  # the policy of one process
-        for _ in range(3):
-            norm = one.update(everyones, objective).metrics.compute()["grad_norm"]
-            assert norm > 1.1
+        theirs = [update(one, everyones, beta) for _ in range(3)]
     policy = make_policy(parts, reference=make_reference(parts, has_new_adapter=lora), mesh=mesh, **options)
-    for _ in range(3):
-        got = policy.update(own, objective).metrics.compute()["grad_norm"]
-    yield "gradient norm", abs(got / norm - 1)
-    for what, mine, theirs in (
+    mine = [update(policy, own, beta) for _ in range(3)]
+    for step, (got, want) in enumerate(zip(mine, theirs, strict=True)):
+        norms = [result.metrics.compute()["grad_norm"] for result in (got, want)]
+        assert norms[1] > 1.1
+        yield f"gradient norm {step}", abs(norms[0] / norms[1] - 1)
+        loss = got.loss.clone()
+        dist.all_reduce(loss)
+        yield f"loss {step}", (loss / num_ranks - want.loss).abs().item()
+    if beta:
+        penalties = [ranks.totals(result.metrics)["kl"] for result in mine]
+        expected = [result.metrics.compute()["kl"] for result in theirs]
+        assert expected[-1] > 0.01  # its part of the loss is hundreds of times the tolerance
+        yield "kl", max(abs(a - b) / expected[-1] for a, b in zip(penalties, expected, strict=True))
+    for what, got_of, want_of in (
         ("reference", policy.reference_logprobs(own), one.reference_logprobs(own)),
         ("log-probs", [x for x, _ in policy.logprobs(own)], [x for x, _ in one.logprobs(own)]),
     ):
-        got, want = torch.cat(mine), torch.cat(theirs)
+        ours, others = torch.cat(got_of), torch.cat(want_of)
         # Over the largest one, of several nats after these steps: processors round in other orders.
-        yield what, ((got - want).abs().max() / want.abs().max()).item()
+        yield what, ((ours - others).abs().max() / others.abs().max()).item()
     splits, moved = splits_of(parts), 0.0
     start = make_model(name, lora=lora)
     for key, parameter in whole.named_parameters():
@@ -320,6 +337,15 @@ def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, f
         moved = max(moved, (parameter - start.get_parameter(key)).abs().max().item())
         yield key, difference
     assert moved > 1e-2
+
+
+def update(policy: Policy, samples: list[Any], beta: float) -> UpdateResult:
+    """A step of a plain policy gradient, or with `beta` of GRPO's loss with a KL penalty."""
+    if not beta:
+        return policy.update(samples, objective)
+    logprobs = policy.reference_logprobs(samples)
+    samples = [replace(s, reference_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
+    return policy.update(samples, Objective(ObjectiveParams(loss_type="grpo", beta=beta)))
 
 
 def main() -> None:
@@ -341,6 +367,13 @@ def main() -> None:
         results["qwen2 steps replicas"] = dict(steps(replicas, "qwen2"))
         results["qwen2 steps replicas lora"] = dict(steps(replicas, "qwen2", lora=True))
     else:
+        results["qwen2 steps kl"] = dict(steps(mesh, "qwen2", beta=BETA))
+        results["qwen3 steps lora kl"] = dict(steps(mesh, "qwen3", lora=True, beta=BETA))
+        rows = Mesh.of("cpu")
+        results["qwen2 steps rows"] = dict(steps(rows, "qwen2"))
+        results["qwen3 steps rows lora"] = dict(steps(rows, "qwen3", lora=True))
+        results["qwen2 steps rows kl"] = dict(steps(rows, "qwen2", beta=BETA))
+        results["qwen3 steps rows lora kl"] = dict(steps(rows, "qwen3", lora=True, beta=BETA))
         results["bf16"] = dict(bf16_gradients(mesh))
         results["buffers"] = dict(buffers(mesh))
         results["whole head"] = dict(whole_head(mesh))

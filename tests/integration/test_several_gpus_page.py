@@ -180,3 +180,12 @@ def test_what_splitting_costs_on_two_h100_is_what_was_measured() -> None:
         f"takes {claims['tp2_allreduce_share']:.0%} of a decode step",
     ):
         assert phrase in text
+
+
+def test_what_fsdp2_costs_is_what_was_measured() -> None:
+    claims = json.loads((ROOT / "benchmarks/results/sharding-probe-h200x2.json").read_text())["claims"]
+    short, long = (1 + claims[f"exposed_7b_fused_{tokens}tokens"] for tokens in (4096, 16384))
+    assert (
+        f"four layers of 7B took {short:.2f} times as long with weights split by FSDP2 as with whole ones at "
+        f"4,096 tokens, and {long:.2f} times at 16,384."
+    ) in " ".join(PAGE.split())
