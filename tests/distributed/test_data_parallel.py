@@ -79,8 +79,7 @@ def test_two_processes_equal_one(runs, case):
     moved = max((expected[name] - start[name]).abs().max().item() for name in start)
     assert moved > 5e-3  # five hundred times the tolerance
     for name, parameter in expected.items():
-        # Ranks sum in another order, and Adam's first steps divide a gradient by its own size.
-        torch.testing.assert_close(both[0][name], parameter.data, rtol=0, atol=3e-5)
+        torch.testing.assert_close(both[0][name], parameter.data, rtol=0, atol=1e-5)
         assert torch.equal(both[0][name], both[1][name])  # or they drift apart, for nothing synchronises them
 
 
@@ -112,7 +111,7 @@ def test_two_processes_that_gather_weights_to_decode_equal_one(runs):
         AutoModelForCausalLM.from_pretrained(directory / "gathered", dtype="auto").named_parameters()
     )
     for name, parameter in single["gathered"].model.named_parameters():
-        torch.testing.assert_close(saved[name].data, parameter.data, rtol=0, atol=3e-5)
+        torch.testing.assert_close(saved[name].data, parameter.data, rtol=0, atol=1e-5)
     for record, expected in zip(
         read_metrics(directory / "gathered"), read_metrics(single["gathered"].args.output_dir), strict=True
     ):
