@@ -22,7 +22,8 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-from small_runs import make_trainer
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from small_runs import make_model, make_trainer, share_of_early_letters
 
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
@@ -35,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": dict(loss_type="dapo", num_iterations=2, gradient_accumulation_steps=1, beta=0.1),
     "grpo": dict(loss_type="grpo", gradient_accumulation_steps=3),
 }
+# Adam's first step divides a gradient by its own size: with the usual 1e-8 a value whose gradient is all but
+# nothing goes where rounding says, and processes round in other orders (measured: 5e-6 apart, now 5e-7).
+EPSILON = 1e-4
 
 
 def often_dull(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -50,12 +54,70 @@ CASES["gathered"] = CASES["carry_over"] | {"shard": 2, "decode_shard": 1}
 CASES["split"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3, "shard": 2}
 SPLIT_CASES = ("gathered", "split")
 CASES["accelerate"] = CASES["grpo"]
+
+
+def noting_prompts(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that leaves the prompts of each rollout in `NOTED`."""
+    NOTED.append(list(prompts))
+    return share_of_early_letters(completion_ids)
+
+
+NOTED: list[list[str]] = []
+# Three of ten rows in each step: the second step of the three that follow begins an epoch.
+CASES["rows"] = CASES["grpo"] | {"save_strategy": "steps", "save_steps": 2, "reward_funcs": noting_prompts}
 CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}
+
+
+def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The share of even tokens, also of those that the tokenizer does not know."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+IN_8_BITS = {"optim": "adamw_bnb_8bit", "offload_optimizer": True}
+WIDE_CASES: dict[str, dict[str, Any]] = {
+    "offloaded": {"shard": 2, "offload_optimizer": True},
+    "8bit rows": {"shard": 1, **IN_8_BITS},
+    "8bit parts": {"shard": 2, **IN_8_BITS},
+}
+"""Runs of a model that is wide enough for moments in 8 bits. Half of its vocabulary is a block of the
+sampler, so that draws do not depend on the parts."""
+
+
+def build_wide(directory: Path, case: str, num_ranks: int) -> Any:
+    options = WIDE_CASES[case] | {
+        "reward_funcs": even_tokens,
+        "max_steps": 3,
+        "beta": 0.1,
+        "engine": "native",
+        "save_strategy": "no",
+    }
+    if num_ranks == 1:
+        options["shard"] = "auto"
+    # Half of each matrix has 4,096 values or more, below which bitsandbytes keeps 32 bits.
+    sizes = dict(hidden_size=128, intermediate_size=128, num_key_value_heads=4, vocab_size=512)
+    model = make_model("llama", **sizes)
+    return build(directory, case, num_ranks, model=model, gradient_accumulation_steps=1, **options)
+
+
+def moments_of(trainer: Any) -> dict[str, list[torch.Tensor]]:
+    """By name what the rank has of both moments, of those that have 8 bits."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    optimizer, found = trainer.policy.optimizer, {}
+    for name, leaf in optimizer.named_leaves.items():
+        state = optimizer.optimizer.state[leaf]
+        if state["state1"].dtype == torch.uint8:
+            found[name] = []
+            for n in (1, 2):
+                scales = dict(absmax=state[f"absmax{n}"], code=state[f"qmap{n}"], blocksize=256)
+                found[name].append(dequantize_blockwise(state[f"state{n}"], **scales))
+    return found
 
 
 def build(directory: Path, case: str, num_ranks: int, **options: Any) -> Any:
     """The trainer of one of `num_ranks` ranks."""
-    options = {"max_steps": 5, "learning_rate": 3e-3, **CASES.get(case, CASES["resumed"]), **options}
+    defaults = {"max_steps": 5, "learning_rate": 3e-3, "adam_epsilon": EPSILON}
+    options = defaults | CASES.get(case, CASES["resumed"]) | options
     if num_ranks == 1 and case == "gathered":
         options |= {"shard": "auto", "decode_shard": None}
     return make_trainer(directory / case, per_device_train_batch_size=4 // num_ranks, **options)
@@ -106,6 +168,58 @@ def load_checkpoint_of_parts_and_save(trainer: Any, directory: Path) -> None:
     """Four ranks, two with each half of the weights, go on from two with a half each, and save at once."""
     trainer.load_checkpoint(directory / "split" / "checkpoint-3")
     trainer.save_checkpoint()
+
+
+def go_on_with_parts(trainer: Any, directory: Path) -> None:
+    """What "split" trains in one go, interrupted after its checkpoint, in the middle of a rollout."""
+    trainer.journal.handler.add_callback(StopAfterThreeSteps())
+    trainer.train()
+    build(directory, "split_again", 2, **CASES["split"]).train(resume_from_checkpoint=True)
+
+
+def go_on_from_one(trainer: Any, directory: Path) -> None:
+    """Five steps of two ranks, and the last three of five of which one process took the first two."""
+    for case, checkpoint in (("rows", None), ("rows_of_one", directory / "one" / "rows" / "checkpoint-2")):
+        NOTED.clear()
+        options = CASES["rows"] | {"num_iterations": 1, "beta": 0.0}
+        two = build(directory, case, 2, **options)
+        two.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        (directory / f"{case}{two.accelerator.process_index}.json").write_text(json.dumps(NOTED))
+
+
+def go_on_from_parts(trainer: Any, directory: Path) -> None:
+    """Two ranks with whole weights go on from two with a part each, in the middle of a rollout."""
+    trainer.train(resume_from_checkpoint=str(directory / "split" / "checkpoint-3"))
+
+
+def train_wide(trainer: Any, directory: Path) -> None:
+    """The cases of `WIDE_CASES`; the first one is evaluated, as `evaluate` does."""
+    for case in WIDE_CASES:
+        wide = build_wide(directory, case, 2)
+        wide.train()
+        wide.save_model()
+        rank = wide.accelerator.process_index
+        if case == "offloaded":
+            results = [wide.evaluate(wide.train_dataset.select(range(n))) for n in (3, 1)]
+            (directory / f"{case}{rank}.json").write_text(json.dumps(results))
+        if case == "8bit rows":
+            torch.save(moments_of(wide), directory / f"{case}{rank}.pt")
+
+
+def split_4_bits(trainer: Any, directory: Path) -> None:
+    """What is said of 4-bit weights that `shard` asks to split."""
+    from peft import LoraConfig
+    from quantized_models import make_4bit_model
+
+    told = ""
+    options = {"peft_config": LoraConfig(target_modules=["q_proj"]), "engine": "native"}
+    try:
+        build(directory, "4 bits", 2, model=make_4bit_model("llama", vocab_size=32), shard=2, **options)
+    except ValueError as error:
+        told = str(error)
+    kept = build(directory, "4 bits", 2, model=make_4bit_model("llama", vocab_size=32), **options)
+    said = [told, kept.run.mesh.num_weight_parts]
+    (directory / f"4bits{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
 
 
 def load_checkpoint_of_four(trainer: Any, directory: Path) -> None:
@@ -193,10 +307,14 @@ def count_waits(trainer: Any, directory: Path) -> None:
         (directory / "counted.json").write_text(json.dumps(results))
 
 
-OPTIONS_OF = {"of_four": CASES["split"], "from_four": CASES["split"]}
-"""Cases among `ENDINGS` whose trainer splits the weights."""
+OPTIONS_OF = {
+    **{case: CASES["split"] for case in ("of_four", "from_four", "split_again")},
+    "rows_of_parts": CASES["split"] | {"shard": 1},
+}
+"""The options of cases among `ENDINGS` that are not those of "resumed"."""
 
 ENDINGS = {
+    "4_bits": split_4_bits,
     "changed": load_checkpoint_of_another_temperature,
     "counted": count_waits,
     "evaluated": evaluate,
@@ -205,7 +323,11 @@ ENDINGS = {
     "from_parts": load_checkpoint_of_parts,
     "full_disk": fill_disk_of_rank_1,
     "of_four": load_checkpoint_of_parts_and_save,
+    "rows_of_one": go_on_from_one,
+    "rows_of_parts": go_on_from_parts,
+    "split_again": go_on_with_parts,
     "terminated": terminate_rank_1,
+    "wide": train_wide,
 }
 
 
