@@ -14,6 +14,7 @@ CLAIMS = {  # as the project's table names them
     "rollout_1p5b_512seq_vs_vllm",
     "rollout_1p5b_512seq_vs_vllm_nologprobs",
     "rollout_1p5b_128seq_vs_vllm",
+    "rollout_1p5b_8seq_vs_vllm",
     "rollout_7b_256seq_vs_vllm",
     "rollout_1p5b_longprompt_vs_vllm",
     "rollout_1p5b_ragged_vs_vllm",

@@ -40,7 +40,8 @@ def connected(run_id: str) -> Iterator[bool]:
         import ray
     except ImportError as error:
         raise ImportError(
-            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
+            "The launcher \"ray\" needs the package ray, which is not installed: pip install 'ray>=2.40', or "
+            "colocate's extra ray."
         ) from error
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
