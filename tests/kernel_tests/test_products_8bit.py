@@ -10,7 +10,7 @@ from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels import e4m3
-from colocate.weights.adapters import EightBitRows, EightBitWeight
+from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -28,9 +28,8 @@ def test_product(device, dtype, by_row, num_rows):
     weight = torch.randn(48, 128).to(device) * 100
     factors = torch.tensor([2.0**-6, 0, 0, 0, 1.0 if by_row else 2.0**-3], device=device)
     rounded = [x.clamp(-448, 448).to(e4m3.DTYPE) for x in (values, weight)]
-    factor = factors[:1].repeat(1, 48) if by_row else factors[0]
-    in_8bit = EightBitWeight(rounded[1], factor, factors[4], by_row, dtype)
-    rows = EightBitRows(rounded[0], factors[4].expand(num_rows) if row_factors is None else row_factors)
+    in_8bit = EightBitWeight(rounded[1], factors[0], factors[4], by_row, dtype)
+    rows = ScaledRows(rounded[0], factors[4].expand(num_rows) if row_factors is None else row_factors)
     bias = (50 * torch.randn(48)).to(dtype).to(device)
     x, w = (
         r.double() * f for r, f in zip(rounded, (rows.factors[:, None].double(), factors[0]), strict=True)
@@ -49,6 +48,24 @@ def test_product(device, dtype, by_row, num_rows):
         assert ((actual.double() - exact).abs() <= loose).all()
         out = torch.full_like(actual, torch.nan)
         assert TritonBackend().product_8bit(rows, in_8bit, added, out) is out and torch.equal(out, actual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_may_multiply_the_rows_by_their_factors(device, dtype):
+    torch.manual_seed(0)
+    values, weights = (
+        (100 * torch.randn(n, 128)).clamp(-448, 448).to(e4m3.DTYPE).to(device) for n in (20, 48)
+    )
+    factor, input_factor = (torch.tensor(power, device=device) for power in (2.0**-6, 1.0))
+    in_8bit = EightBitWeight(weights, factor, input_factor, True, dtype)
+    rows = ScaledRows(values, torch.exp2(-4.0 - torch.arange(20) % 9).to(device))
+    adapted, backend = AdaptedLinear(weights, None, [], None, in_8bit=in_8bit), TritonBackend()
+    residual, weight = (torch.randn(*shape).to(dtype).to(device) for shape in ((20, 48), (48,)))
+    later, at_once = (
+        backend.add_rms_norm(x, residual, weight, 1e-6)
+        for x in (backend.linear_for_norm(rows, adapted), backend.linear(rows, adapted))
+    )
+    assert all(map(torch.equal, later, at_once))
 
 
 def test_weights_and_factors_are_aligned(device):

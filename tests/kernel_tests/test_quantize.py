@@ -22,7 +22,9 @@ def spread(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return x.to(dtype).to(device)
 
 
-@pytest.mark.parametrize(("width", "block"), [(7, 2**15), (4096, 2**15), (5000, 2**15), (18944, 2**14)])
+@pytest.mark.parametrize(
+    ("width", "block"), [(7, 2**14), (4096, 2**14), (5000, 2**14), (18944, 2**14), (18944, 2**13)]
+)
 def test_rows(device, dtype, width, block, monkeypatch):
     monkeypatch.setattr(quantize, "_MAX_ROW_BLOCK", block)
     x = spread(5, width + 3, dtype=dtype, device=device)[:, :width]
@@ -47,6 +49,18 @@ def test_scaled(device, dtype):
     assert torch.equal(
         quantize.scaled(x, factor).view(torch.uint8), (x.float() / factor).to(e4m3.DTYPE).view(torch.uint8)
     )
+
+
+def test_norm_of_rows_with_factors(device, dtype):
+    x, residual = (spread(6, 192, dtype=dtype, device=device) for _ in range(2))
+    weight, factors = (
+        torch.ones(192, dtype=dtype, device=device),
+        torch.exp2(torch.arange(6) - 3.0).to(device),
+    )
+    multiplied = norms.add_rms_norm((x.float() * factors[:, None]).to(dtype), residual, weight, 1e-6)
+    for unmultiplied in (x, x.float()):
+        deferred = norms.add_rms_norm(unmultiplied, residual, weight, 1e-6, row_factors=factors)
+        assert all(map(torch.equal, deferred, multiplied))
 
 
 def test_norm(device, dtype):

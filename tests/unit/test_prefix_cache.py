@@ -341,7 +341,9 @@ def test_pages_in_8_bits_are_found_with_what_belongs_to_them(precision, grows):
         fresh.close()
         for number, other in zip(numbers, expected, strict=True):
             assert turns[number].token_ids == other.token_ids
-            assert turns[number].logprobs == pytest.approx(other.logprobs, abs=ONE_ROUNDING)
+            # With products in 8 bits, what one rounding moves is rounded again by every later product.
+            tolerance = ONE_ROUNDING * (10 if precision == "fp8" else 1)
+            assert turns[number].logprobs == pytest.approx(other.logprobs, abs=tolerance)
         # The last token of a turn is never fed, and three are given after it.
         num_found = turns[numbers[0]].num_cached_tokens
         assert num_found == (0 if turn == 0 else (len(context) - 3 - 1) // 4 * 4)

@@ -133,13 +133,13 @@ def test_a_page_takes_the_bytes_that_are_planned():
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_weights_in_8_bits_take_the_bytes_that_are_planned(num_parts):
-    """Beside the factors of each of the three groups of a layer: down has one for each row of the weight."""
+    """Beside the two factors of each of the three groups of a layer."""
     model = make_model("llama", vocab_size=98, hidden_size=512, intermediate_size=2048)
     planned = ModelShapes.of(model).part(num_parts).num_8bit_weights
     if num_parts > 1:
         split_weights(model, WeightPart(0, num_parts))
     layout = layout_for(model)
-    assert EightBitWeights().needed_bytes(layout) == planned + len(layout.layers) * (5 * 512 + 4 * 512)
+    assert EightBitWeights().needed_bytes(layout) == planned + len(layout.layers) * 3 * 2 * 512
 
 
 def test_pages_are_copied_and_kept_with_their_exponents():

@@ -49,6 +49,7 @@ def add_rms_norm(
     eps: float,
     offset: float | None = None,
     factor: Tensor | None = None,
+    row_factors: Tensor | None = None,
     *,
     follows_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -62,6 +63,7 @@ def add_rms_norm(
         weight: [hidden], the norm's.
         offset: added to the weight; see `definitions.rms_norm`.
         factor: [] float32, a power of two: the norm is divided by it and returned as e4m3.
+        row_factors: [T] float32, powers of two, by which rows of `x`, not in parts, are multiplied before.
         follows_kernel: what comes before on the stream is a kernel, whose end the norm may overlap with;
             between ranks that split the weights it is a copy, or another stream's event.
 
@@ -71,7 +73,8 @@ def add_rms_norm(
     block = triton.next_power_of_2(x.shape[-1])
     # 8 values a thread: one 16-byte load of bfloat16.
     tile = 1, block, min(max(block // 256, 1), 16)
-    return _norm(x, residual, weight, eps, offset, *tile, factor, overlaps=follows_kernel and can_overlap(x))
+    overlaps = follows_kernel and can_overlap(x)
+    return _norm(x, residual, weight, eps, offset, *tile, factor, row_factors, overlaps=overlaps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
@@ -98,6 +101,7 @@ def _norm(
     block: int,
     num_warps: int,
     factor: Tensor | None = None,
+    row_factors: Tensor | None = None,
     *,
     overlaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -107,12 +111,13 @@ def _norm(
     assert x.dim() == 2 or (x.is_contiguous() and residual is not None), "parts have gaps, or no residual"
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
+    assert row_factors is None or residual is not None, "rows with factors are added to a residual"
     dtype = x.dtype if residual is None else residual.dtype
     normed_dtype = dtype if factor is None else e4m3.DTYPE
     normed = torch.empty((num_rows, hidden_size), dtype=normed_dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed, dtype=dtype)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, factor, normed, summed, x.stride(-2),
+        x, residual, weight, factor, row_factors, normed, summed, x.stride(-2),
         0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows,
         BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=num_warps,
     )  # fmt: skip
@@ -121,14 +126,15 @@ def _norm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, residual, weight, factor, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
-    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
+    x, residual, weight, factor, row_factors, normed, summed, x_stride, residual_stride, eps, num_rows,
+    hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`.
 
-    `x` is the sum of NUM_PARTS matrices that lie one behind the other. With `factor` the norm is divided by
-    it and rounded to the type of `normed` after that of `summed`.
+    `x` is the sum of NUM_PARTS matrices that lie one behind the other, its rows yet to be multiplied by
+    `row_factors` [T] if these are given. With `factor` the norm is divided by it and rounded to the type of
+    `normed` after that of `summed`.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -143,6 +149,8 @@ def _rms_norm_kernel(
     for part in tl.static_range(1, NUM_PARTS):
         pointers = x + (part * num_rows + rows) * x_stride + columns
         value += tl.load(pointers, mask=mask, other=0.0)
+    if row_factors is not None:
+        value = value.to(tl.float32) * tl.load(row_factors + rows, mask=rows < num_rows, other=0.0)
     value = value.to(dtype)
     if residual is not None:
         added = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)

@@ -14,9 +14,9 @@ _BLOCK = 4096
 """Values that a program has at a time: with 8 warps a thread has 16, two 16-byte loads of bfloat16."""
 _NUM_WARPS = 8
 _VALUES_PER_THREAD = 32
-"""Values of a row that a thread has: all its loads are under way at the same time, none is read twice."""
-_MAX_ROW_BLOCK = 1024 * _VALUES_PER_THREAD
-"""Most values of a row that its program keeps in registers; what is behind them is read twice."""
+"""Values of a row's first block that a thread has: all its loads are under way at the same time."""
+_MAX_ROW_BLOCK = 512 * _VALUES_PER_THREAD
+"""The longest block of a row. Two blocks stay in registers; what is behind them is read twice."""
 
 _LEAST = tl.constexpr(BIAS + LEAST_EXPONENT)
 _IN_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -107,29 +107,39 @@ def rows(x: Tensor, *, is_gate_up: bool = False) -> tuple[Tensor, Tensor]:
     assert x.stride(1) == 1, "a row of x must be contiguous"
     values = torch.empty((num_rows, width), dtype=DTYPE, device=x.device)
     factors = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    block = min(max(_VALUES_PER_THREAD * 128, triton.next_power_of_2(width)), _MAX_ROW_BLOCK)
+    # The largest power of two within the row, and the smallest that covers the rest: one block for all would
+    # leave up to half of the threads without values.
+    block = min(max(_VALUES_PER_THREAD * 128, (triton.next_power_of_2(width + 1) // 2)), _MAX_ROW_BLOCK)
+    second_block = min(triton.next_power_of_2(max(width - block, 1)), block)
     _rows_kernel[(num_rows,)](
-        x, values, factors, x.stride(0), width, IS_GATE_UP=is_gate_up, BLOCK=block,
+        x, values, factors, x.stride(0), width, IS_GATE_UP=is_gate_up, BLOCK=block, SECOND_BLOCK=second_block,
         num_warps=block // (32 * _VALUES_PER_THREAD),
     )  # fmt: skip
     return values, factors
 
 
 @triton.jit
-def _rows_kernel(x, values, factors, x_stride, width, IS_GATE_UP: tl.constexpr, BLOCK: tl.constexpr):
-    """`rows` of one row. Its first BLOCK values stay in registers until their exponent is known."""
+def _rows_kernel(
+    x, values, factors, x_stride, width,
+    IS_GATE_UP: tl.constexpr, BLOCK: tl.constexpr, SECOND_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`rows` of one row. Its first BLOCK + SECOND_BLOCK values stay in registers until their exponent is
+    known."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns, second_columns = tl.arange(0, BLOCK), BLOCK + tl.arange(0, SECOND_BLOCK)
     x_row, values_row = x + row * x_stride, values + row * width
     kept = _value(x_row, columns, width, IS_GATE_UP)
+    second_kept = _value(x_row, second_columns, width, IS_GATE_UP)
     largest = tl.abs(kept)
-    for first in tl.range(BLOCK, width, BLOCK):
+    for first in tl.range(BLOCK + SECOND_BLOCK, width, BLOCK):
         largest = tl.maximum(largest, tl.abs(_value(x_row, first + columns, width, IS_GATE_UP)))
-    exponent = exponents_for(tl.max(largest, 0))
+    exponent = exponents_for(tl.maximum(tl.max(largest, 0), tl.max(tl.abs(second_kept), 0)))
     tl.store(factors + row, power(exponent))
     factor = inverse_power(exponent)
     tl.store(values_row + columns, (kept * factor).to(tl.float8e4nv), mask=columns < width)
-    for first in tl.range(BLOCK, width, BLOCK):
+    second = (second_kept * factor).to(tl.float8e4nv)
+    tl.store(values_row + second_columns, second, mask=second_columns < width)
+    for first in tl.range(BLOCK + SECOND_BLOCK, width, BLOCK):
         value = _value(x_row, first + columns, width, IS_GATE_UP)
         mask = first + columns < width
         tl.store(values_row + first + columns, (value * factor).to(tl.float8e4nv), mask=mask)

@@ -98,10 +98,10 @@ class AdapterStack:
         ]
 
 
-class EightBitRows(NamedTuple):
-    """An input in 8 bits, each row divided by a power of two of its own."""
+class ScaledRows(NamedTuple):
+    """Rows yet to be multiplied by a power of two each: an input in 8 bits, or its product with weights."""
 
-    values: Tensor  # [T, in] e4m3
+    values: Tensor  # [T, n], e4m3 if they are an input
     factors: Tensor  # [T] float32
 
 
@@ -109,8 +109,7 @@ class EightBitWeight(NamedTuple):
     """A weight in 8 bits, and how the input is rounded that is multiplied with it."""
 
     values: Tensor  # [out, in] e4m3
-    factor: Tensor  # [], or [1, out] if `by_row`, float32
-    """A power of two, the same for all: the weight is about values * factor."""
+    factor: Tensor  # [] float32, a power of two: the weight is about values * factor
     input_factor: Tensor  # [] float32, a power of two, by which all inputs are divided
     by_row: bool
     """Whether each row of the input is divided by a factor of its own; `input_factor` is 1 then."""

@@ -84,7 +84,7 @@ class EightBitWeights:
 
     def needed_bytes(self, layout: Layout) -> int:
         """Bytes of the weights and their factors."""
-        return sum(sum(map(aligned, _sizes(modules, norm, layout))) for modules, norm in _groups(layout))
+        return sum(sum(map(aligned, _sizes(modules, layout))) for modules, _ in _groups(layout))
 
     def allocate(self, layout: Layout) -> None:
         """Take the memory. Contents are undefined until `prepare`.
@@ -114,19 +114,19 @@ class EightBitWeights:
         offset = 0
         for modules, norm in _groups(layout):
             places = []
-            for size in _sizes(modules, norm, layout):
+            for size in _sizes(modules, layout):
                 places.append(self._storage[offset : offset + size])
                 offset += aligned(size)
-            shape, by_row = _shape(modules, layout), norm is None
+            shape = _shape(modules, layout)
             values = places[0].view(e4m3.DTYPE).view(shape)
             factor, input_factor = (place.view(torch.float32) for place in places[1:])
             source = weights.of(modules, layout.part).read()[: shape[0]]
             low, high = source.aminmax()
-            factor[:] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
+            factor[0] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
             _quantize(source, factor[0], values)
             input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1])
             self._weights[base_linear(modules[0])] = EightBitWeight(
-                values, factor[None] if by_row else factor[0], input_factor[0], by_row, layout.dtype
+                values, factor[0], input_factor[0], norm is None, layout.dtype
             )
 
     def of(self, modules: Sequence[nn.Module]) -> EightBitWeight | None:
@@ -182,13 +182,12 @@ def _shape(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int]:
     return sum(rows), num_inputs(modules, layout.part)
 
 
-def _sizes(modules: Sequence[nn.Module], norm: Tensor | None, layout: Layout) -> tuple[int, int, int]:
-    """Bytes of a weight, of its factor and of its input's; where rows of the input have factors of their own,
-    a product wants one for each row of the weight, too.
+def _sizes(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int, int]:
+    """Bytes of a weight, of its factor and of its input's.
 
     Each is aligned as a tensor of its own would be: with one factor 4 bytes behind the other, cuBLAS refuses
     the product in the words that it has for pointers that are not aligned
     (github.com/pytorch/pytorch/issues/141749).
     """
     rows, columns = _shape(modules, layout)
-    return rows * columns, 4 * (rows if norm is None else 1), 4
+    return rows * columns, 4, 4

@@ -18,6 +18,7 @@ from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.kernels.definitions import Rotation
+from colocate.weights.adapters import ScaledRows
 from colocate.weights.layouts import LayerLayout, Layout, WeightPart
 
 CONTEXT_PER_QUERY = 4
@@ -150,13 +151,14 @@ class ModelRunner:
 
         parallel = self.backend.parallel
         x, residual = self._forward(context.tokens[0], attend, in_parts=False)
+        assert isinstance(x, Tensor), "its rows were to be whole"
         logits = parallel.attempt(partial(self._last_logits, context.last_tokens, x, residual), x)
         parallel.least(0)  # raises if memory ran out on a rank
         return logits
 
     def _forward(
         self, token_ids: Tensor, attend: Callable[..., Tensor], *, in_parts: bool
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | ScaledRows, Tensor]:
         """Run all decoder layers over token ids [T].
 
         A layer's output is added to the residual by the norm that follows, so that one kernel does both: the
@@ -165,50 +167,60 @@ class ModelRunner:
         Args:
             attend: rotates q and k of a layer's packed q, k, v [T, H + 2 K, D], stores keys and values in the
                 cache, and returns the attended values [T, H, D].
-            in_parts: products whose reader can add up parts may leave it to the reader, `attend` included
-                (`TorchBackend.linear_in_parts`).
+            in_parts: products whose reader can finish them may leave it to the reader, `attend` included
+                (`TorchBackend.linear_in_parts`, `linear_for_norm`).
 
         Returns:
-            The last layer's output, [T, hidden] or in parts, and the residual to add it to, [T, hidden].
+            The last layer's output, [T, hidden] or unfinished, and the residual to add it to, [T, hidden].
         """
         parallel = self.backend.parallel
-        x = parallel.embed(token_ids, self.layout.embed_tokens.weight)
+        x: Tensor | ScaledRows = parallel.embed(token_ids, self.layout.embed_tokens.weight)
         residual: Tensor | None = None
         for index in range(len(self._layers)):
             for block in (
                 partial(self._attention, index, attend, in_parts),
                 partial(self._mlp, index, in_parts),
             ):
-                x, residual = parallel.attempt(partial(block, x, residual), (x, x))
-                x = parallel.sum(x)
+                like = x if isinstance(x, Tensor) else x.values
+                instead: tuple[Tensor | ScaledRows, Tensor] = like, like
+                x, residual = parallel.attempt(partial(block, x, residual), instead)
+                if isinstance(x, Tensor):  # the rows that are not are whole
+                    x = parallel.sum(x)
         assert residual is not None, "the model has no layers"
         return x, residual
 
     def _attention(
-        self, index: int, attend: Callable[..., Tensor], in_parts: bool, x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        index: int,
+        attend: Callable[..., Tensor],
+        in_parts: bool,
+        x: Tensor | ScaledRows,
+        residual: Tensor | None,
+    ) -> tuple[Tensor | ScaledRows, Tensor]:
         """The attention block of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
         x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, factor=layer.qkv.input_factor)
         qkv = layer.qkv(backend, x, in_parts=in_parts).unflatten(-1, (-1, self.layout.head_dim))
         rotation = Rotation(*self.rotary_table, layer.q_norm, layer.k_norm, eps)
         attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
-        return layer.o(backend, attended.flatten(1), in_parts=in_parts), residual
+        return layer.o.for_norm(backend, attended.flatten(1), in_parts=in_parts), residual
 
-    def _mlp(self, index: int, in_parts: bool, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _mlp(
+        self, index: int, in_parts: bool, x: Tensor | ScaledRows, residual: Tensor | None
+    ) -> tuple[Tensor | ScaledRows, Tensor]:
         """The MLP of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
         factor = layer.gate_up.input_factor
         x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, factor=factor)
         in_8bit = layer.down.takes_8bit
         gated = layer.gate_up.gated(backend, layer.activation, x, in_8bit=in_8bit)
-        return layer.down(backend, gated, in_parts=in_parts), residual
+        return layer.down.for_norm(backend, gated, in_parts=in_parts), residual
 
     def _last_logits(self, last: Tensor, x: Tensor, residual: Tensor) -> Tensor:
         """The logits [items, V] at the tokens `last` [items] of T."""
         return self.backend.logits(self._normed(x[last], residual[last]), self.head)
 
-    def _normed(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _normed(self, x: Tensor | ScaledRows, residual: Tensor) -> Tensor:
         return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import AdaptedLinear, EightBitRows, EightBitWeight, base_linear
+from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows, base_linear
 from colocate.weights.layouts import WeightPart
 from colocate.weights.shared_views import stacked_view
 from colocate.weights.weight_parts import local_adapters
@@ -35,7 +35,7 @@ class Projection:
         self.bias = None if linears[0].bias is None else self._bias([linear.bias for linear in linears])
         self.adapters = local_adapters(modules, part)
 
-    def __call__(self, backend: TorchBackend, x: Tensor | EightBitRows, *, in_parts: bool = False) -> Tensor:
+    def __call__(self, backend: TorchBackend, x: Tensor | ScaledRows, *, in_parts: bool = False) -> Tensor:
         """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer.
 
         With `in_parts` it may be parts of the sum (`TorchBackend.linear_in_parts`).
@@ -50,7 +50,7 @@ class Projection:
         x: Tensor,
         *,
         in_8bit: bool = False,
-    ) -> Tensor | EightBitRows:
+    ) -> Tensor | ScaledRows:
         """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2].
 
         With `in_8bit` the layer that reads it takes it in 8 bits, too.
@@ -118,9 +118,14 @@ class PartialProjection(Projection):
         if part.index > 0:
             self.bias = None  # what every rank has is added once
 
-    def __call__(self, backend: TorchBackend, x: Tensor | EightBitRows, *, in_parts: bool = False) -> Tensor:
-        if backend.parallel.num_parts == 1 or isinstance(x, EightBitRows):
-            return super().__call__(backend, x, in_parts=in_parts)
+    def for_norm(
+        self, backend: TorchBackend, x: Tensor | ScaledRows, *, in_parts: bool = False
+    ) -> Tensor | ScaledRows:
+        """The product for `TorchBackend.add_rms_norm`, which with `in_parts` finishes it."""
+        if isinstance(x, ScaledRows) and in_parts:
+            return backend.linear_for_norm(x, self._adapted())
+        if backend.parallel.num_parts == 1 or isinstance(x, ScaledRows):
+            return self(backend, x, in_parts=in_parts)
         adapted = self._adapted()
         out = backend.parallel.room(len(x), len(adapted.weight), x.dtype)
         return backend.linear(x, adapted, out)

@@ -20,7 +20,7 @@ from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank
 from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.kernels import definitions, e4m3
 from colocate.kernels.definitions import Rotation
-from colocate.weights.adapters import AdaptedLinear, EightBitRows, EightBitWeight
+from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import LowRank
 
@@ -81,7 +81,7 @@ class TorchBackend:
         """Whether steps of these groups would read shared pages once for several rows."""
         return False
 
-    def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | ScaledRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out].
 
         It is written to `out` if that is given. In 8 bits `x` may be rounded already, by `add_rms_norm`.
@@ -103,7 +103,7 @@ class TorchBackend:
         return output
 
     def product_8bit(
-        self, x: Tensor | EightBitRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
+        self, x: Tensor | ScaledRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """x [T, in] times a weight in 8 bits, plus the bias; [T, out]. It rounds x to 8 bits if it is not."""
         rows = self.rounded(x, weight)
@@ -114,15 +114,15 @@ class TorchBackend:
             output += bias
         return output.to(weight.dtype) if out is None else out.copy_(output)
 
-    def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
+    def rounded(self, x: Tensor | ScaledRows, weight: EightBitWeight) -> ScaledRows:
         """x [T, in] in 8 bits, as the weight wants it; without `by_row` the rows' factors are not used."""
-        if isinstance(x, EightBitRows):
+        if isinstance(x, ScaledRows):
             return x
         if weight.by_row:
             values, exponents = e4m3.quantize(x)
-            return EightBitRows(values, e4m3.factors(exponents))
+            return ScaledRows(values, e4m3.factors(exponents))
         values = x if e4m3.is_8bit(x) else (x.float() / weight.input_factor).to(e4m3.DTYPE)
-        return EightBitRows(values, weight.input_factor.expand(len(x)))
+        return ScaledRows(values, weight.input_factor.expand(len(x)))
 
     def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         """`linear` as a sum of two terms, the second of low rank and not multiplied out, or whole, and None.
@@ -132,13 +132,17 @@ class TorchBackend:
         """
         return self.linear(x, adapted), None
 
-    def linear_in_parts(self, x: Tensor | EightBitRows, adapted: AdaptedLinear) -> Tensor:
+    def linear_in_parts(self, x: Tensor | ScaledRows, adapted: AdaptedLinear) -> Tensor:
         """`linear`, or [parts, T, out] float32, which `add_rms_norm` and `decode_attention` add up."""
+        return self.linear(x, adapted)
+
+    def linear_for_norm(self, x: ScaledRows, adapted: AdaptedLinear) -> Tensor | ScaledRows:
+        """`linear` of rows that are yet to be multiplied, which may be left to `add_rms_norm`."""
         return self.linear(x, adapted)
 
     def add_rms_norm(
         self,
-        x: Tensor,
+        x: Tensor | ScaledRows,
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
@@ -150,6 +154,7 @@ class TorchBackend:
         `x` may be in parts (`linear_in_parts`). With a `factor` the norm is divided by it and rounded to
         e4m3.
         """
+        assert isinstance(x, Tensor), "these operations multiply rows by their factors at once"
         if residual is not None:
             x = x + residual
         normed = definitions.rms_norm(x, weight, eps, offset)
@@ -198,7 +203,7 @@ class TorchBackend:
         adapted: AdaptedLinear,
         *,
         in_8bit: bool = False,
-    ) -> Tensor | EightBitRows:
+    ) -> Tensor | ScaledRows:
         """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I], with `in_8bit` it may be in 8."""
         return self.gate(activation, *self.linear_in_two_terms(x, adapted))
 

@@ -22,7 +22,7 @@ from colocate.kernels import e4m3, fallbacks, gate, lora, norms, quantize, rotar
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
-from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows, EightBitWeight
+from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitWeight, ScaledRows
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
@@ -97,9 +97,9 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         return self._prefixes.would_share(rows_by_group)
 
-    def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | ScaledRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
-        if stack is None or isinstance(x, EightBitRows) or len(x) > lora.MAX_ROWS:
+        if stack is None or isinstance(x, ScaledRows) or len(x) > lora.MAX_ROWS:
             return super().linear(x, adapted, out)
         output, reduced = self._products(x, adapted, stack, out)
         lora.expand(output, reduced, stack)
@@ -120,29 +120,45 @@ class TritonBackend(TorchBackend):
         return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
 
     def product_8bit(
-        self, x: Tensor | EightBitRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
+        self, x: Tensor | ScaledRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         rows = self.rounded(x, weight)
         # In Triton's interpreter, and for models in float32, which are for comparisons: with a result in
         # float32 cuBLAS has refused products, and a rounded one would differ from the reference.
         if not rows.values.is_cuda or weight.dtype == torch.float32:
             return super().product_8bit(rows, weight, bias, out)
-        factors = rows.factors[:, None] if weight.by_row else weight.input_factor
+        output = self._scaled_product(rows, weight, None if weight.by_row else bias)
+        if weight.by_row:
+            output = (output * rows.factors[:, None]).to(weight.dtype)
+            output = output if bias is None else output + bias
+        return output if out is None else out.copy_(output)
+
+    def _scaled_product(self, rows: ScaledRows, weight: EightBitWeight, bias: Tensor | None) -> Tensor:
+        """The product without the rows' factors; by cuBLAS, whose products that take such factors need up to
+        1.5 times as long."""
+        # Before its factor a row's sum may be larger than what float16 can hold.
+        is_wide = weight.by_row and weight.dtype == torch.float16
         output = torch._scaled_mm(
             _filled_up(rows.values),
             weight.values.t(),
-            _filled_up(factors) if weight.by_row else factors,
+            weight.input_factor,
             weight.factor,
             bias=bias,
-            out_dtype=weight.dtype,
-            use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
+            out_dtype=torch.float32 if is_wide else weight.dtype,
+            use_fast_accum=False,  # which sums in fewer bits for 1 to 6 % of the time
         )
-        output = output[: len(rows.values)]
-        return output if out is None else out.copy_(output)
+        return output[: len(rows.values)]
 
-    def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
+    def linear_for_norm(self, x: ScaledRows, adapted: AdaptedLinear) -> Tensor | ScaledRows:
+        weight = adapted.in_8bit
+        assert weight is not None and not adapted.adapters, "a product with nothing but weights in 8 bits"
+        if adapted.bias is not None or not x.values.is_cuda or weight.dtype == torch.float32:
+            return super().linear_for_norm(x, adapted)
+        return ScaledRows(self._scaled_product(x, weight, None), x.factors)
+
+    def rounded(self, x: Tensor | ScaledRows, weight: EightBitWeight) -> ScaledRows:
         if isinstance(x, Tensor) and weight.by_row:
-            return EightBitRows(*quantize.rows(x))
+            return ScaledRows(*quantize.rows(x))
         if isinstance(x, Tensor) and not e4m3.is_8bit(x):
             x = quantize.scaled(x.contiguous(), weight.input_factor)
         return super().rounded(x, weight)
@@ -164,8 +180,8 @@ class TritonBackend(TorchBackend):
             tuple(adapter.scaling for adapter in stack.adapters),
         )
 
-    def linear_in_parts(self, x: Tensor | EightBitRows, adapted: AdaptedLinear) -> Tensor:
-        if not isinstance(x, EightBitRows) and not adapted.adapters and self._streams(x, adapted):
+    def linear_in_parts(self, x: Tensor | ScaledRows, adapted: AdaptedLinear) -> Tensor:
+        if not isinstance(x, ScaledRows) and not adapted.adapters and self._streams(x, adapted):
             from colocate.kernels import streamed
 
             return streamed.product(x, adapted.weight, adapted.bias)
@@ -183,15 +199,18 @@ class TritonBackend(TorchBackend):
 
     def add_rms_norm(
         self,
-        x: Tensor,
+        x: Tensor | ScaledRows,
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
         offset: float | None = None,
         factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        values, row_factors = x if isinstance(x, ScaledRows) else (x, None)
         is_alone = self.parallel.num_parts == 1
-        return norms.add_rms_norm(x, residual, weight, eps, offset, factor, follows_kernel=is_alone)
+        return norms.add_rms_norm(
+            values, residual, weight, eps, offset, factor, row_factors, follows_kernel=is_alone
+        )
 
     def rotate_and_store(
         self,
@@ -233,10 +252,10 @@ class TritonBackend(TorchBackend):
         adapted: AdaptedLinear,
         *,
         in_8bit: bool = False,
-    ) -> Tensor | EightBitRows:
+    ) -> Tensor | ScaledRows:
         is_plain = not adapted.adapters and is_silu(activation)
         if is_plain and in_8bit and adapted.in_8bit is not None:
-            return EightBitRows(*quantize.rows(self.linear(x, adapted), is_gate_up=True))
+            return ScaledRows(*quantize.rows(self.linear(x, adapted), is_gate_up=True))
         if is_plain and adapted.in_8bit is None and adapted.bias is None and HAS_GLUON_KERNELS:
             from colocate.kernels import streamed, swiglu
 
@@ -397,7 +416,7 @@ class TritonBackend(TorchBackend):
 
 
 def _filled_up(rows: Tensor) -> Tensor:
-    """Rows [T, n] in 8 bits, or their factors, with zeros below them where a product wants more rows."""
+    """Rows [T, n] in 8 bits, with zeros below them where a product wants more rows."""
     missing = -len(rows) % SIDE
     if not missing:  # `pad` would copy them all the same
         return rows
