@@ -1,8 +1,8 @@
-"""Packages that PyTorch and transformers import in any case, imported beside them and not after them.
+"""Imports of PyTorch and transformers without what can wait, and beside them what cannot.
 
 Importing is mostly waiting for files, the more so where these lie on a network, and threads wait side by
-side. The packages here are large and import neither PyTorch nor transformers, so no thread waits for one that
-waits for it.
+side. SymPy is large and imports neither PyTorch nor transformers, so no thread waits for one that waits for
+it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,34 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
 
 SYMBOLS = "sympy"
 """PyTorch's sharded tensors import it, and transformers imports these."""
-SCORES = "sklearn.metrics"
-"""transformers imports it with its models wherever scikit-learn is installed, for assisted generation."""
+SCORES, SCORE = "sklearn.metrics", "roc_curve"
+"""A function that assisted generation calls. Wherever scikit-learn is installed, transformers before 5.24
+imports it with its models, and with it SciPy and pandas: 1,200 modules, which nothing here needs."""
+
+
+class _Late(ModuleType):
+    """What is imported in place of `SCORES`, which is imported when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _call_late if name == SCORE else getattr(_scores(), name)
+
+
+def _call_late(*values: Any, **named: Any) -> Any:
+    return getattr(_scores(), SCORE)(*values, **named)
+
+
+def _scores() -> ModuleType:
+    """The real module."""
+    if isinstance(sys.modules.get(SCORES), _Late):
+        del sys.modules[SCORES]
+    return importlib.import_module(SCORES)
 
 
 @contextmanager
@@ -25,12 +48,11 @@ def importing_ahead() -> Iterator[None]:
     """Within the block, which imports PyTorch and transformers, threads import what these will ask for.
 
     The block ends when the threads have ended, so that nobody forks a process while they hold a lock. What
-    cannot be imported is left to whoever needs it, to say so. Once PyTorch is there nothing is done.
+    cannot be imported is left to whoever needs it, to say so. Once PyTorch is there nothing is imported.
     """
-    works = (
-        [] if "torch" in sys.modules else [(_import, SYMBOLS), (_import, SCORES), (_fingerprint, "triton")]
-    )
+    works = [] if "torch" in sys.modules else [(_import, SYMBOLS), (_fingerprint, "triton")]
     threads = [threading.Thread(target=work, args=(name,), daemon=True) for work, name in works]
+    late = sys.modules.setdefault(SCORES, _Late(SCORES))
     for thread in threads:
         thread.start()
     try:
@@ -38,6 +60,8 @@ def importing_ahead() -> Iterator[None]:
     finally:
         for thread in threads:
             thread.join()
+        if isinstance(late, _Late) and sys.modules.get(SCORES) is late:
+            del sys.modules[SCORES]
 
 
 def _import(name: str) -> None:

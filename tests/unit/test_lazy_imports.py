@@ -97,35 +97,60 @@ def test_a_chat_loads_nothing_of_training_and_a_trainer_no_tracker(tmp_path):
 
 
 @pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """Two packages that wait for one another, which only threads can import."""
-    barrier = threading.Barrier(2, timeout=60)
-    for name in ("one_of_two", "other_of_two"):
-        (tmp_path / f"{name}.py").write_text("import threading\nthreading.barrier_of_test.wait()\n")
+def package(tmp_path, monkeypatch):
+    """A package that is imported in place of SymPy, and says in which thread."""
+    file = tmp_path / "large.py"
+    file.write_text("import threading\nTHREAD = threading.current_thread()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(threading, "barrier_of_test", barrier, raising=False)
-    monkeypatch.setattr(import_ahead, "SYMBOLS", "one_of_two")
-    monkeypatch.setattr(import_ahead, "SCORES", "other_of_two")
-    yield {"one_of_two", "other_of_two"}
-    for name in ("one_of_two", "other_of_two"):
-        sys.modules.pop(name, None)
+    monkeypatch.setattr(import_ahead, "SYMBOLS", "large")
+    yield file
+    sys.modules.pop("large", None)
 
 
-def test_packages_are_imported_side_by_side_and_are_there_at_the_end(packages, monkeypatch):
+def test_a_package_is_imported_by_a_thread_and_is_there_at_the_end(package, monkeypatch):
     with import_ahead.importing_ahead():
         pass
-    assert packages.isdisjoint(sys.modules)  # PyTorch is there already
+    assert "large" not in sys.modules  # PyTorch is there already
     monkeypatch.delitem(sys.modules, "torch")
     with import_ahead.importing_ahead():
         pass
-    assert packages <= set(sys.modules)
+    assert sys.modules["large"].THREAD is not threading.main_thread()
 
 
-def test_what_cannot_be_imported_is_left_to_who_needs_it(packages, monkeypatch, tmp_path):
-    (tmp_path / "one_of_two.py").write_text("raise RuntimeError('broken')\n")
-    monkeypatch.setattr(import_ahead, "SCORES", "no_such_package.at_all")
+def test_what_cannot_be_imported_is_left_to_who_needs_it(package, monkeypatch):
+    package.write_text("raise RuntimeError('broken')\n")
     monkeypatch.delitem(sys.modules, "torch")
     with import_ahead.importing_ahead():
         pass
     with pytest.raises(RuntimeError, match="broken"):
-        import one_of_two  # noqa: F401
+        import large  # noqa: F401
+
+
+@pytest.fixture
+def scores(tmp_path, monkeypatch):
+    """A package where scikit-learn would be."""
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn" / "__init__.py").touch()
+    (tmp_path / "sklearn" / "metrics.py").write_text("def roc_curve(*at, drop):\n    return at, drop\n")
+    for name in ("sklearn", "sklearn.metrics"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("sklearn", "sklearn.metrics"):
+        sys.modules.pop(name, None)
+
+
+def test_scores_are_imported_when_they_are_called(scores):
+    with import_ahead.importing_ahead():
+        from sklearn.metrics import roc_curve
+    assert "sklearn" not in sys.modules and "sklearn.metrics" not in sys.modules
+    assert roc_curve(1, 2, drop=3) == ((1, 2), 3)
+    assert sys.modules["sklearn.metrics"].roc_curve(4, drop=5) == ((4,), 5)
+
+
+def test_whoever_wants_more_of_them_gets_them_at_once(scores):
+    with import_ahead.importing_ahead():
+        with pytest.raises(ImportError, match="no_such_score"):
+            from sklearn.metrics import no_such_score  # noqa: F401
+        real = sys.modules["sklearn.metrics"]
+    assert sys.modules["sklearn.metrics"] is real and real.roc_curve(6, drop=7) == ((6,), 7)
