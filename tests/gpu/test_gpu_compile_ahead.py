@@ -25,7 +25,9 @@ def run(directory: Path, *options: str):
 def test_nothing_is_left_to_compile_and_no_number_changes(tmp_path):
     ahead, as_needed = run(tmp_path / "ahead"), run(tmp_path / "as_needed", "--as-needed")
     assert ahead["compiled"]["as needed"] == [] and as_needed["compiled"]["ahead"] == []
-    # Nothing is compiled that no launch has asked for, but for steps of fewer rows than the rollout had.
-    assert set(ahead["compiled"]["ahead"]) == set(as_needed["compiled"]["as needed"])
+    # Nothing is compiled that no launch has asked for, but for what steps of fewer rows than the rollout had
+    # would launch: they cut keys into parts, which are merged.
+    extra = set(ahead["compiled"]["ahead"]) - set(as_needed["compiled"]["as needed"])
+    assert extra <= {"merge_kernel"}
     assert ahead["captured"] == ahead["kept"] == as_needed["captured"] > 0
     assert ahead["losses"] == as_needed["losses"] and ahead["weights"] == as_needed["weights"]
