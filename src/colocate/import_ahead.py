@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -49,15 +50,21 @@ def importing_ahead() -> Iterator[None]:
 
     The block ends when the threads have ended, so that nobody forks a process while they hold a lock. What
     cannot be imported is left to whoever needs it, to say so. Once PyTorch is there nothing is imported.
+
+    Nothing is collected as garbage meanwhile: modules are not, and looking through them takes an eighth of
+    the time.
     """
     works = [] if "torch" in sys.modules else [(_import, SYMBOLS), (_fingerprint, "triton")]
     threads = [threading.Thread(target=work, args=(name,), daemon=True) for work, name in works]
-    late = sys.modules.setdefault(SCORES, _Late(SCORES))
+    late, collects = sys.modules.setdefault(SCORES, _Late(SCORES)), gc.isenabled()
+    gc.disable()
     for thread in threads:
         thread.start()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         for thread in threads:
             thread.join()
         if isinstance(late, _Late) and sys.modules.get(SCORES) is late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -115,6 +116,18 @@ def test_a_package_is_imported_by_a_thread_and_is_there_at_the_end(package, monk
     with import_ahead.importing_ahead():
         pass
     assert sys.modules["large"].THREAD is not threading.main_thread()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_during_imports(collects):
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ImportError), import_ahead.importing_ahead():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_imported_is_left_to_who_needs_it(package, monkeypatch):
