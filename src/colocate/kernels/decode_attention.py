@@ -52,15 +52,15 @@ class Launch(NamedTuple):
 
 
 # Keyed by (D padded to a power of two, bytes of a value in the cache). Bandwidth times latency is about 35 KB
-# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
-# stages hide the products. float32 has no exact tensor-core product: its tiles are small, so that the
-# operands do not spill from registers.
+# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; a program
+# that has a multiprocessor to itself gets the stages written here. float32 has no exact tensor-core product:
+# its tiles are small, so that the operands do not spill from registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 1): Launch(128, 4, 3),
     (128, 1): Launch(64, 4, 4),
     (256, 1): Launch(32, 8, 3),  # with 4 warps the assembler of CUDA 12.8 crashes
     (64, 2): Launch(128, 4, 3),
-    (128, 2): Launch(64, 4, 4),
+    (128, 2): Launch(64, 4, 5),
     (256, 2): Launch(32, 4, 3),
 }
 PREFIX_LAUNCH: dict[tuple[int, int], Launch] = {
@@ -201,7 +201,7 @@ def decode_attention(
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
     launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, out, k_cache)
     num_stages = launch.num_stages
-    if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
+    if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS // 2:
         # Several programs on each multiprocessor load side by side; with deeper queues fewer would fit.
         num_stages = min(num_stages, 2)
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.

@@ -258,6 +258,8 @@ def suffix_kernel(
     begin = 0
     if HAS_PREFIXES:
         begin = tl.load(prefix_lens + row)
+        if NUM_SPLITS == 1:  # for stage 3, which would wait for them
+            first_slot, num_merged = tl.load(first_slots + row), tl.load(num_partials + row)
     if WINDOW > 0:
         begin = tl.maximum(begin, context - WINDOW)
     first_tile = begin // TILE
@@ -333,8 +335,8 @@ def suffix_kernel(
             gdc_wait()
         if NUM_SPLITS == 1:
             # A partial output is the normalised mean over its keys; its weight is the sum behind it, 2^lse.
-            result = tl.load(first_slots + row).to(tl.int64) * NUM_HEADS
-            for _ in range(tl.where(context > 0, tl.load(num_partials + row), 0)):
+            result = first_slot.to(tl.int64) * NUM_HEADS
+            for _ in range(tl.where(context > 0, num_merged, 0)):
                 lse = tl.load(partial_lses + result + heads, mask=is_query, other=-float("inf"))
                 output = tl.load(partial_outputs + result * HEAD_DIM + head_offsets, mask=mask, other=0.0)
                 new_maximum = tl.maximum(maximum, lse)
