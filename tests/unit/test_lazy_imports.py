@@ -97,6 +97,14 @@ def test_a_chat_loads_nothing_of_training_and_a_trainer_no_tracker(tmp_path):
     assert {"colocate.build", "datasets"} <= of_trainer and NEVER.isdisjoint(of_trainer)
 
 
+@pytest.fixture(autouse=True)
+def thawed():
+    """Later tests free what this process has now."""
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package that is imported in place of SymPy, and says in which thread."""
@@ -119,13 +127,17 @@ def test_a_package_is_imported_by_a_thread_and_is_there_at_the_end(package, monk
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_during_imports(collects):
+def test_nothing_is_collected_during_imports(collects, monkeypatch):
+    with import_ahead.importing_ahead():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0  # PyTorch is there already
+    monkeypatch.delitem(sys.modules, "torch")
     (gc.enable if collects else gc.disable)()
     try:
         with pytest.raises(ImportError), import_ahead.importing_ahead():
             assert not gc.isenabled()
             raise ImportError
-        assert gc.isenabled() == collects
+        assert gc.isenabled() == collects and gc.get_freeze_count() > 0
     finally:
         gc.enable()
 

@@ -52,9 +52,9 @@ class Launch(NamedTuple):
 
 
 # Keyed by (D padded to a power of two, bytes of a value in the cache). Bandwidth times latency is about 35 KB
-# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; a program
-# that has a multiprocessor to itself gets the stages written here. float32 has no exact tensor-core product:
-# its tiles are small, so that the operands do not spill from registers.
+# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; the
+# stages written here are a program's that has a multiprocessor to itself. float32 has no exact tensor-core
+# product: its tiles are small, so that the operands do not spill from registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 1): Launch(128, 4, 3),
     (128, 1): Launch(64, 4, 4),
