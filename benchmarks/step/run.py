@@ -25,7 +25,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -257,13 +257,20 @@ def watch_engine(engine: Any) -> Callable[[], dict[str, Any]]:
     return lambda: stopwatch.take() | {"published_bytes": getattr(engine, "published_bytes", sent_bytes[0])}
 
 
-def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
+def colocate_trainer(options: argparse.Namespace, work: Work, directory: str) -> Any:
+    """Our trainer of the work, whose completions all have the work's length."""
     from colocate import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(**settings(options, work, directory))
     trainer = make_trainer(GRPOTrainer, args, options, work)
     player = trainer.run.player
     player.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
+    return trainer
+
+
+def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
+    trainer = colocate_trainer(options, work, directory)
+    args = trainer.args
     take_watched = watch_engine(trainer.engine) if options.watch_engine else lambda: {}
     watched: list[dict[str, Any]] = []
     keeps_all = [False] * args.max_steps
@@ -385,7 +392,7 @@ def assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def parse() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--framework", choices=("colocate", "trl"), required=True)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
@@ -407,7 +414,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--watch-engine", action="store_true", help="seconds in its methods, by rank")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--label", default="", help="tells records of one case apart")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     options.option = dict(options.option)
     return options
 

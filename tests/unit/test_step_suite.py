@@ -11,7 +11,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.rollout import cases as rollout_cases
 from benchmarks.step import cases as step_cases
-from benchmarks.step import commits
+from benchmarks.step import commits, profile
 from benchmarks.step import cpu as step_cpu
 from benchmarks.step import run as step
 from benchmarks.step import suite as step_suite
@@ -199,3 +199,16 @@ def test_a_commit_is_compared_with_the_one_before_it(tmp_path) -> None:
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/step.py").touch()
     assert commits.program(tmp_path, "step") == ["benchmarks/step.py"]
+
+
+def test_a_profile_has_every_kernel_under_one_role() -> None:
+    kernels = {
+        "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NTN": 1.0,
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": 2.0,
+        "_rms_norm_backward_kernel": 4.0,
+        "_gradient_kernel": 8.0,
+        "void at::native::multi_tensor_apply_kernel<FusedOptimizer>": 16.0,
+        "Memcpy DtoD (Device -> Device)": 32.0,
+    }
+    roles = (*(role for role, _ in profile.ROLES), profile.OTHER)
+    assert [profile.seconds_of(role, kernels) for role in roles] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]

@@ -200,17 +200,20 @@ def decode_attention(
         )  # fmt: skip
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
     launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, out, k_cache)
-    num_stages = launch.num_stages
-    if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS // 2:
+    num_stages, num_warps = launch.num_stages, launch.num_warps
+    num_programs = num_kv_heads * num_splits * num_rows
+    if num_programs > TARGET_PROGRAMS // 2:
         # Several programs on each multiprocessor load side by side; with deeper queues fewer would fit.
         num_stages = min(num_stages, 2)
+    if num_programs > TARGET_PROGRAMS and padded_dim == 128 and out.dtype != torch.float32:
+        # They come in rounds, and with fewer warps each, one more fits. Other sizes were not measured.
+        num_warps = 2
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.
     suffix_kernel[(num_kv_heads, num_splits, num_rows)](
         *queries, rotation.k_norm, slots, *cached, *rows, *partials, out, *strides, out.stride(0),
         scratch.num_prefix_slots, **common,
         NUM_QUERIES=num_queries, TILE=launch.max_tile_tokens, NUM_SPLITS=num_splits,
-        HAS_PREFIXES=prefixes is not None, launch_pdl=overlaps, num_warps=launch.num_warps,
-        num_stages=num_stages,
+        HAS_PREFIXES=prefixes is not None, launch_pdl=overlaps, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if num_splits > 1:
         merge_kernel[(num_heads, num_rows)](
