@@ -16,6 +16,7 @@ import torch
 import triton
 
 from colocate.kernels import compile_ahead
+from colocate.policy import cudnn_attention
 from tiny import make_model, make_trainer, sums
 
 AHEAD, AS_NEEDED = "ahead", "as needed"
@@ -33,8 +34,11 @@ def main(cache: str, output_dir: str, *options: str) -> None:
     triton.knobs.compilation.listener = note
     if "--as-needed" in options:
         compile_ahead.MAX_THREADS = 0
-    # Heads of 64 run through cuDNN where it is. Groups of 16 share prompts of 300 tokens, too few for steps
-    # of 64 rows to read them once for all: nothing may be compiled for that.
+    # Attention's backward adds up in the order in which programs end, unless it is told not to.
+    cudnn_attention.has_cudnn = lambda *_: False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Groups of 16 share prompts of 300 tokens, too few for steps of 64 rows to read them once for all: nothing
+    # may be compiled for that.
     model = make_model("qwen2", hidden_size=256, intermediate_size=512)
     data = sums().map(lambda row: {"prompt": row["prompt"] * 50})
     trainer = make_trainer(

@@ -171,6 +171,7 @@ def rms_norm_backward(
     eps: float,
     grad_residual: Tensor | None = None,
     offset: float | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` with respect to its input and its weight.
 
@@ -180,6 +181,7 @@ def rms_norm_backward(
         grad: [T, hidden], of the norm's output.
         x, weight, offset: as `rms_norm` was given them.
         grad_residual: [T, hidden], added to the gradient of `x`. Rows of all three are contiguous.
+        out: [T, hidden] in the type of `x`, contiguous, for the gradient of `x`.
 
     Returns:
         [T, hidden] in the type of `x`, contiguous; [hidden] float32.
@@ -190,7 +192,8 @@ def rms_norm_backward(
         assert rows_of.stride(1) == 1, "rows of x and of the gradients must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
     rows, block, num_warps = _tile(hidden_size)
-    grad_x = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
+    grad_x = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device) if out is None else out
+    assert grad_x.is_contiguous() and grad_x.shape == x.shape, "out has gaps or another shape than x"
     num_sums = min(triton.cdiv(num_rows, rows), num_programs(x.device, num_warps))
     sums = torch.empty((num_sums, hidden_size), dtype=torch.float32, device=x.device)
     # Tiles are fetched while one is worked on: otherwise every row would wait for its own reads.

@@ -42,6 +42,7 @@ def rms_norm_backward(
     eps: float,
     grad_residual: Tensor | None = None,
     offset: float | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` with respect to its input and its weight.
 
@@ -50,6 +51,7 @@ def rms_norm_backward(
     Args:
         grad: gradient of the norm's output, shaped like `x`.
         grad_residual: a gradient that reaches `x` past the norm, shaped like `x` and added to the result.
+        out: contiguous, like `x`, for the gradient of `x`; None: a new tensor.
 
     Returns:
         the gradient of `x`, with its shape and dtype, and that of the weight, [hidden] in float32 (float64
@@ -58,7 +60,7 @@ def rms_norm_backward(
     if x.dim() == 2 and _have_kernels(x, weight):
         from colocate.kernels import norms
 
-        return norms.rms_norm_backward(grad, x, weight, eps, grad_residual, offset)
+        return norms.rms_norm_backward(grad, x, weight, eps, grad_residual, offset, out)
     inverse = inverse_rms(x, eps)
     normed = wide(x) * inverse
     wide_grad = wide(grad)
@@ -68,7 +70,7 @@ def rms_norm_backward(
     grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     if grad_residual is not None:
         grad_x += grad_residual
-    return grad_x.to(x.dtype), grad_weight
+    return grad_x.to(x.dtype) if out is None else out.copy_(grad_x), grad_weight
 
 
 def rotate(

@@ -408,8 +408,8 @@ class DecoderLayer:
             )
             grad_normed = self._gate_up.input_gradient(grad_gate_up, reduced, context.seed_of(slot))
             del grad_gate_up, normed, low_rank
-            grad_x[tile], grad_norm = operations.rms_norm_backward(
-                grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile]
+            _, grad_norm = operations.rms_norm_backward(
+                grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile], out=grad_x[tile]
             )
             del grad_normed
             gradients.add(self._mlp_norm, grad_norm)
