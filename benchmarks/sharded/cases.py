@@ -23,7 +23,9 @@ class StepCase:
     shard: Literal["none"] | int = 1
     """Our option `shard`; of one GPU nothing is split."""
     peer: PeerSettings | None = None
-    """TRL's settings where TRL runs the work, its model split by PyTorch's FSDP2."""
+    """TRL's settings where TRL runs the work."""
+    peer_shard: Literal["fsdp2", "zero3"] = "fsdp2"
+    """What splits TRL's model: an entry of `LAUNCHES`."""
     num_warm_up: int = 2
     num_timed: int = 3
 
@@ -31,6 +33,11 @@ class StepCase:
 def at(work: Work, factor: int) -> Work:
     """The work with `factor` times the prompts."""
     return dataclasses.replace(work, num_prompts=factor * work.num_prompts)
+
+
+def trl_7b(label: str, peer: PeerSettings, shard: Literal["fsdp2", "zero3"] = "fsdp2") -> StepCase:
+    """The 7B work by TRL, whose step takes long: two are timed, after one."""
+    return StepCase(label, STEP_7B, 2, peer=peer, peer_shard=shard, num_warm_up=1, num_timed=2)
 
 
 STEPS: dict[str, tuple[StepCase, ...]] = {
@@ -44,11 +51,14 @@ STEPS: dict[str, tuple[StepCase, ...]] = {
         StepCase("7b-t1", STEP_7B, 2, 1, num_warm_up=1),
         StepCase("7b-t2", STEP_7B, 2, 2, num_warm_up=1),
     ),
-    "7b-peer": (
-        StepCase("7b-trl", STEP_7B, 2, peer=PeerSettings(8, True, True), num_warm_up=1, num_timed=2),
-    ),
+    "7b-peer": (trl_7b("7b-trl", PeerSettings(8, True, True)),),
+    "7b-peer-16": (trl_7b("7b-trl-16", PeerSettings(16, False, True)),),
+    "7b-peer-32": (trl_7b("7b-trl-32", PeerSettings(32, True, True)),),
+    "7b-peer-zero3": (trl_7b("7b-trl-zero3", PeerSettings(16, False, True), "zero3"),),
 }
-"""Steps by part of the suite, in the order in which they take turns."""
+"""Steps by part of the suite, in the order in which they take turns. TRL's cases are parts of their own: one
+that does not fit or hangs takes no other's time. Kept activations of 16 completions are about 34 GiB (512
+tokens, 28 layers, 159 kB each), beside 61 GiB of weights, gradients and moments; those of 32 are too many."""
 
 CONTEXTS: dict[str, tuple[Case, int]] = {
     "full_7b_2x80gb_context": (Case("7b", "full", 8, CAP_80GB), 2),
@@ -67,3 +77,17 @@ FSDP2 = {
     "ACCELERATE_MIXED_PRECISION": "bf16",
 }
 """What `accelerate launch` sets for TRL's FSDP2 configuration of full sharding (its fsdp2.yaml)."""
+
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+}
+"""What it sets for TRL's DeepSpeed configuration of the same (its zero3.yaml)."""
+
+LAUNCHES = {"fsdp2": FSDP2, "zero3": ZERO3}
+"""Environments of TRL's processes by what splits its model."""

@@ -1,13 +1,13 @@
 """Steps and contexts on several GPUs: writes `results/sharded-<hardware>.json`.
 
-    python -m benchmarks.sharded.suite [--parts 1p5b 7b 7b-peer tp2 resume] [--peer-site DIR]
+    python -m benchmarks.sharded.suite [--parts 1p5b 7b 7b-peer 7b-peer-16 tp2 resume] [--peer-site DIR]
     python -m benchmarks.sharded.suite --parts full_7b_2x80gb_context --lengths 4096 16384
     python -m benchmarks.sharded.suite --merge
 
 The cases of a part take turns, `--rounds` times, and every run leaves a record in --records; the result has
 the claims whose records suffice. Ratios are of medians over all rounds, and only of records of one commit and
-one machine. A context counts when both divisions of it pass (`benchmarks.memory.run`), with the cap enforced
-on each GPU by a process that holds the rest of it.
+one machine; of TRL's cases the fastest counts. A context counts when both divisions of it pass
+(`benchmarks.memory.run`), with the cap enforced on each GPU by a process that holds the rest of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from benchmarks.common.results import Record, medians, origin
 from benchmarks.common.suite import Claims, Suite, visible_gpus
 from benchmarks.memory.cases import Case
 from benchmarks.rollout.cases import model_directory
-from benchmarks.sharded.cases import CONTEXTS, FSDP2, STEPS, StepCase
+from benchmarks.sharded.cases import CONTEXTS, LAUNCHES, STEPS, StepCase
 
 NUM_GPUS = 2
 RESUMES = (("write", "2", 2), ("read", "2", 2), ("read", "1", 2), ("read", "auto", 1))
 """What is done with one checkpoint, in this order: part, option `shard`, processes."""
+# Labels of the work on which TRL is compared.
+OWN_7B = tuple(case.label for case in STEPS["7b"])
+PEER_7B = tuple(case.label for part in STEPS.values() for case in part if case.peer is not None)
 STEP_S = 500.0
 """A run that takes longer has failed. In TRL's first, vLLM compiles for two minutes."""
 
@@ -101,7 +105,7 @@ class ShardedSuite(Suite):
             num_processes=case.num_gpus,
             timeout_s=STEP_S,
             CUDA_VISIBLE_DEVICES=self._gpus(case.num_gpus),
-            **({} if case.peer is None else FSDP2),
+            **({} if case.peer is None else LAUNCHES[case.peer_shard]),
         )  # fmt: skip
         _label(out, part)
 
@@ -243,7 +247,7 @@ def compute_claims(records: list[Record]) -> Claims:
     published = [step["published_bytes"] for label in ("1p5b-2gpu", "7b-t1", "7b-t2")
                  for step in timed_steps(records, label) if "published_bytes" in step]  # fmt: skip
     return {
-        "step_7b_full_2gpu_vs_trl": quotient(median_s(records, "7b-trl"), best_7b(records)),
+        "step_7b_full_2gpu_vs_trl": peer_ratio(records),
         "optimizer_sharding_overhead_1p5b": quotient(weak, replicated),
         "weight_sharding_overhead_7b": quotient(
             median_s(records, "7b-t2", "train"), median_s(records, "7b-t1", "train")
@@ -261,9 +265,23 @@ def compute_claims(records: list[Record]) -> Claims:
     }
 
 
-def best_7b(records: list[Record]) -> float | None:
-    """Seconds of our 7B step, at the better of both ways to split."""
-    return min(filter(None, (median_s(records, label) for label in ("7b-t1", "7b-t2"))), default=None)
+def fastest_s(records: list[Record], labels: Iterable[str]) -> float | None:
+    """Seconds of the fastest label's median step."""
+    return min(filter(None, (median_s(records, label) for label in labels)), default=None)
+
+
+def peer_ratio(records: list[Record]) -> float | None:
+    """TRL's 7B step over ours, each at the fastest of its cases.
+
+    TRL's count with our commit and on our machine only.
+    """
+    ours = [record for record in records if record.get("label") in OWN_7B]
+    origins = {(record["commit"], record["machine"]) for record in ours}
+    theirs = [
+        record for record in records
+        if record.get("label") in PEER_7B and (record["commit"], record["machine"]) in origins
+    ]  # fmt: skip
+    return quotient(fastest_s(theirs, PEER_7B), fastest_s(ours, OWN_7B))
 
 
 def summary(records: list[Record]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import launcher_configs
 from benchmarks.sharded import cases, suite
 
 GIB = 2**30
@@ -16,7 +18,8 @@ def step(
 ) -> dict[str, Any]:
     phases = {"train": train, "rollout": rollout}
     steps = [{"step_s": s, "phases_s": phases, "published_bytes": 0} for s in (99.0, *seconds)]
-    return {"kind": "step", "part": "p", "label": label, "num_warm_up": 1, "steps": steps} | more
+    record = {"kind": "step", "part": "p", "label": label, "num_warm_up": 1, "steps": steps}
+    return record | {"commit": "c", "machine": "m"} | more
 
 
 def context(claim: str, length: int, teacher_forced: bool, passed: bool) -> dict[str, Any]:
@@ -54,6 +57,26 @@ def test_claims_of_steps_are_ratios_of_medians_after_the_warm_up() -> None:
     assert claims["step_7b_full_2gpu_vs_trl"] == pytest.approx(3.5)
     assert claims["publish_sharded_bytes"] == 0
     assert claims["full_14b_2xh200_context"] is None and claims["plan_error_2gpu"] is None
+
+
+def test_the_fastest_peer_of_our_commit_and_machine_counts() -> None:
+    records = [
+        step("7b-t1", 20.0),
+        step("7b-trl", 70.0),
+        step("7b-trl-16", 30.0, commit="older"),
+        step("7b-trl-32", 40.0, machine="another"),
+        step("7b-trl-zero3", 50.0, 60.0, 50.0),
+    ]
+    assert suite.compute_claims(records)["step_7b_full_2gpu_vs_trl"] == pytest.approx(2.5)
+    assert suite.compute_claims(records[:1] + records[2:4])["step_7b_full_2gpu_vs_trl"] is None
+    assert suite.compute_claims(records[1:])["step_7b_full_2gpu_vs_trl"] is None
+
+
+def test_zero3_starts_as_accelerate_starts_it(tmp_path: Path) -> None:
+    found = launcher_configs.environment_of(launcher_configs.ZERO3, tmp_path)
+    fields = found.pop("ACCELERATE_CONFIG_DS_FIELDS")  # read only beside a file of DeepSpeed's
+    assert fields.endswith("zero_stage")
+    assert {name: value for name, value in found.items() if name.startswith("ACCELERATE_")} == cases.ZERO3
 
 
 def test_claims_of_decoding_together_and_of_resuming() -> None:
