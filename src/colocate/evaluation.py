@@ -51,5 +51,7 @@ def _metrics(run: Run, rows: list[dict[str, Any]]) -> dict[str, float]:
     rollout = run.judge.score(request, episodes)
     samples = run.selector.for_evaluation(rollout)
     run.scorers.sleep()
-    objective = ranks.totals(run.policy.evaluate(samples, run.objective))
-    return {**rollout.metrics, **objective, "num_tokens": run.journal.state.num_input_tokens_seen}
+    objective = run.policy.evaluate(samples, run.objective)
+    run.judge.add_waiting(objective)
+    num_tokens = run.journal.state.num_input_tokens_seen
+    return {**rollout.metrics, **ranks.totals(objective), "num_tokens": num_tokens}

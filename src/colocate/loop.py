@@ -126,6 +126,7 @@ def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
     Raises:
         FloatingPointError: `max_skipped_steps` steps in a row were skipped.
     """
+    run.judge.add_waiting(update.metrics)
     metrics = ranks.totals(update.metrics)
     if run.objective.has_entropy_bonus:
         run.entropy.update(metrics["entropy_trained"])

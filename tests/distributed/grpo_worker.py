@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,12 @@ def noting_prompts(prompts: list[str], completion_ids: list[list[int]], **column
     return share_of_early_letters(completion_ids)
 
 
+def slower_on_rank_1(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    time.sleep(0.5 * int(os.environ.get("RANK", "0")))
+    return share_of_early_letters(completion_ids)
+
+
+CASES["waiting"] = CASES["grpo"] | {"reward_funcs": slower_on_rank_1, "max_steps": 2}
 NOTED: list[list[str]] = []
 # Three of ten rows in each step: the second step of the three that follow begins an epoch.
 CASES["rows"] = CASES["grpo"] | {"save_strategy": "steps", "save_steps": 2, "reward_funcs": noting_prompts}

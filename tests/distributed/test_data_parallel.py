@@ -56,6 +56,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "grpo",
         "refill",
         "carry_over",
+        "waiting",
         "gathered",
         "resumed",
         "split",
@@ -76,7 +77,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return directory, single
 
 
-WHOLE_CASES = [case for case in CASES if case not in (*SPLIT_CASES, "rows")]
+WHOLE_CASES = [case for case in CASES if case not in (*SPLIT_CASES, "rows", "waiting")]
 
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
@@ -106,6 +107,19 @@ def test_the_record_covers_both_processes_once(runs, case):
 def test_two_processes_replace_the_same_groups(runs):
     rounds = [record["refill/rounds"] for record in read_metrics(runs[0] / "refill")]
     assert max(rounds) > 0
+
+
+def test_the_wait_for_the_slowest_process_is_told(runs):
+    """Its rewards take half a second more. One process waits for none."""
+    directory, _ = runs
+
+    def waited_s(output_dir: Path) -> list[float]:
+        lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line).get("rank_wait_s", 0.0) for line in lines]
+
+    waits_s = waited_s(directory / "waiting")
+    assert len(waits_s) == 2 and all(0.4 < seconds < 2 for seconds in waits_s)
+    assert waited_s(directory / "one" / "waiting") == [0.0, 0.0]
 
 
 def test_tokens_of_older_weights_are_trained_on_by_two_processes(runs):

@@ -37,8 +37,8 @@ def main(cache: str, output_dir: str, *options: str) -> None:
     # Attention's backward adds up in the order in which programs end, unless it is told not to.
     cudnn_attention.has_cudnn = lambda *_: False
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Groups of 16 share prompts of 300 tokens, too few for steps of 64 rows to read them once for all: nothing
-    # may be compiled for that.
+    # Groups of 16 share prompts of 300 tokens, too few for steps of 64 rows to read them once for all, and
+    # nothing may be compiled for that.
     model = make_model("qwen2", hidden_size=256, intermediate_size=512)
     data = sums().map(lambda row: {"prompt": row["prompt"] * 50})
     trainer = make_trainer(

@@ -38,6 +38,10 @@ def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[ob
     return {
         "rms_norm": (operations.rms_norm, [x, weight, EPS]),
         "rms_norm_backward": (operations.rms_norm_backward, [grad, x, weight, EPS, residual]),
+        "rms_norm_backward in place": (
+            operations.rms_norm_backward,
+            [grad, x, weight, EPS, residual, None, torch.empty_like(x)],
+        ),
         "rotate": (operations.rotate, [qkv, *angles, num_heads, q_norm, k_norm, EPS]),
         "rotate_backward": (
             operations.rotate_backward,

@@ -38,17 +38,24 @@ def tables(num_tokens: int, head_dim: int, dtype: torch.dtype = torch.float64) -
 
 
 @few
-@given(shape=st.sampled_from([(5, 16), (1, 33), (0, 8), (4, 3, 8)]), has_residual=st.booleans(), seed=seeds)
-def test_rms_norm_backward(shape, has_residual, seed):
+@given(
+    shape=st.sampled_from([(5, 16), (1, 33), (0, 8), (4, 3, 8)]),
+    has_residual=st.booleans(),
+    has_out=st.booleans(),
+    seed=seeds,
+)
+def test_rms_norm_backward(shape, has_residual, has_out, seed):
     x, weight, grad, residual = normal(seed, shape, shape[-1:], shape, shape)
     leaves = x.requires_grad_(), weight.requires_grad_()
     normed = F.rms_norm(x, shape[-1:], weight, EPS)
     expected_x, expected_weight = torch.autograd.grad(normed, leaves, grad)
     exactly(operations.rms_norm(x, weight, EPS), normed)
     with torch.no_grad():
+        out = torch.empty_like(x) if has_out else None
         grad_x, grad_weight = operations.rms_norm_backward(
-            grad, x, weight, EPS, residual if has_residual else None
+            grad, x, weight, EPS, residual if has_residual else None, out=out
         )
+    assert out is None or grad_x is out
     exactly(grad_x, expected_x + residual if has_residual else expected_x)
     exactly(grad_weight, expected_weight)
 

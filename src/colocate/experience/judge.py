@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -19,6 +20,7 @@ from colocate.experience import ranks
 from colocate.experience.comparison import Comparison
 from colocate.experience.requests import RolloutRequest
 from colocate.reporting.completions import CompletionTable
+from colocate.reporting.metrics import Metrics
 from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.types import Prompt, Sample
 
@@ -202,6 +204,8 @@ class Judge:
         self._mask_stale = mask_stale_tokens
         self._policy_version = policy_version
         self._has_turns, self._calls_tools = has_turns, calls_tools
+        self._waited_s = 0.0
+        """Seconds that this rank has waited for the others' episodes and not told yet."""
 
     def score(self, request: RolloutRequest, episodes: Sequence[Episode]) -> Rollout:
         """Turn episodes into samples with advantages.
@@ -221,7 +225,10 @@ class Judge:
             [x.shown_prompt for x in entries],
             [x.text for x in entries],
         )
+        start_s = time.perf_counter()
         shares = ranks.of_all_ranks([RankShare(scores, *told)])
+        if len(shares) > 1:
+            self._waited_s += time.perf_counter() - start_s
         own = ranks.own_part([len(share.facts) for share in shares], self._rank)
         facts = [x for share in shares for x in share.facts]
         compared = Comparison.of(
@@ -246,23 +253,19 @@ class Judge:
             **compared.metrics(),
             **ranks.means([share.scores.metrics for share in shares]),
         }
-        size = request.num_generations
-        keys = [x.key for x in facts[::size]]
-        groups = [
-            Group(
-                key, compared.rewards[n * size :][:size], compared.advantages[n * size :][:size], own_members
-            )
-            for n, (key, own_members) in enumerate(
-                zip(keys, ranks.by_group(members, own.start, len(keys), size), strict=True)
-            )
-        ]
         return Rollout(
-            groups,
+            _groups(compared, [x.key for x in facts], members, own.start, request.num_generations),
             metrics,
             _table(shares, compared),
             num_tokens=sum(x.num_prompt + x.num_sampled for x in facts),
             num_loss_tokens=sum(self._num_loss_tokens(x) for x in facts),
         )
+
+    def add_waiting(self, metrics: Metrics) -> None:
+        """Add to a step's metrics how long this rank has waited for others since the last time."""
+        if self._waited_s:
+            metrics.add_max("rank_wait_s", self._waited_s)
+        self._waited_s = 0.0
 
     def _num_loss_tokens(self, facts: EpisodeFacts) -> int:
         if self._mask_truncated and facts.is_truncated:
@@ -333,6 +336,20 @@ class Judge:
 def _tensor(values: Sequence[float] | bytearray, dtype: type[np.number], device: torch.device) -> Tensor:
     """The numbers as a tensor. NumPy reads the millions of them in a tenth of PyTorch's time."""
     return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+
+
+def _groups(
+    compared: Comparison, keys: Sequence[int], members: list[list[Sample]], first: int, size: int
+) -> list[Group]:
+    """The groups of `size` episodes each, with this rank's members, of which `first` is the number over all
+    ranks of the first. `keys` has one entry for each episode of all ranks."""
+    keys = keys[::size]
+    return [
+        Group(key, compared.rewards[n * size :][:size], compared.advantages[n * size :][:size], own)
+        for n, (key, own) in enumerate(
+            zip(keys, ranks.by_group(members, first, len(keys), size), strict=True)
+        )
+    ]
 
 
 def _table(shares: Sequence[RankShare], compared: Comparison) -> CompletionTable:

@@ -246,9 +246,12 @@ class Projection:
             for linear, rows in zip(self._linears, self._rows, strict=True):
                 if linear.weight.requires_grad:
                     gradients.add(linear.weight, grad[:, rows].T @ x)
-        for linear, rows in zip(self._linears, self._rows, strict=True):
-            if linear.bias is not None and linear.bias.requires_grad:
-                gradients.add(linear.bias, _column_sum(grad[:, rows]))
+        biases = [linear.bias for linear in self._linears]
+        if any(bias is not None and bias.requires_grad for bias in biases):
+            sums = _column_sum(grad)
+            for bias, rows in zip(biases, self._rows, strict=True):
+                if bias is not None and bias.requires_grad:
+                    gradients.add(bias, sums[rows])
 
     def _base_product(self, x: Tensor) -> Tensor:
         bias = None if self._gathered is None else self._gathered.bias()
@@ -268,4 +271,11 @@ class Projection:
 
 
 def _column_sum(grad: Tensor) -> Tensor:
-    return grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    """The sum over the tokens of `grad` [T, out], in float32 at least.
+
+    In 16 bits on a GPU it is a product with ones, which adds in float32, too, and reads `grad` in two thirds
+    of a reduction's time; with eight rows of ones cuBLAS is fastest.
+    """
+    if not grad.is_cuda or grad.element_size() > 2:
+        return grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return wide_product(grad.new_ones(8, len(grad)), grad)[0]

@@ -18,6 +18,7 @@ turns."""
 
 TRAINER_METRICS = RESERVED_KEYS.union(
     ("loss", "policy_loss", "learning_rate", "grad_norm", "skipped_updates", "num_tokens", "step_time"),
+    ("rank_wait_s",),
     ("reward", "reward_std", "frac_reward_zero_std", "entropy", "entropy_trained", "entropy_coef", "kl"),
     (f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
     ("cispo_clip_ratio", "vespo/phi_seq_mean"),
