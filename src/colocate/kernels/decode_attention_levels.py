@@ -105,6 +105,11 @@ def _attend(
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
+    # For few queries the tile is divided among the warps, which would wait for each other to sum it up: then
+    # weights are added up by their place in a tile, and over the places at the end.
+    BY_PLACE: tl.constexpr = q.shape[0] < 64
+    if BY_PLACE:
+        total = tl.where((tokens == 0)[None, :], total[:, None], 0.0)
     # The number of the next page is on its way while this one is in use: a load whose address waits for
     # another load would wait twice.
     for tile in tl.range(first_tile, end_tile):
@@ -127,10 +132,12 @@ def _attend(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         correction = tl.exp2(maximum - new_maximum)
-        total = total * correction + tl.sum(weights, 1)
+        total = total * correction[:, None] + weights if BY_PLACE else total * correction + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
         maximum = new_maximum
         page = next_page
+    if BY_PLACE:
+        total = tl.sum(total, 1)
     return maximum, total, acc
 
 
