@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.step.cases import COMPARISONS, training_flop
+from benchmarks.step.suite import PEAK_FLOP_PER_S
+
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
 
@@ -137,9 +140,37 @@ def test_starts_and_a_small_batch_on_an_h100_are_those_of_the_results():
     ) in PAGE
     assert f"takes {start['claims']['first_step_over_steady']:.1f} times as long as a later one." in PAGE
     rollout = json.loads((ROOT / "benchmarks/results/rollout-h100.json").read_text())
-    (run,) = rollout["setup"]["runs"].values()
-    native, ratio = run["tokens_per_s"]["1p5b_8seq"]["native"], rollout["claims"]["rollout_1p5b_8seq_vs_vllm"]
-    assert f"come at {native:,.0f} tokens per second, {ratio:.2f} times as fast as vLLM's" in PAGE
+    first, second = rollout["setup"]["runs"].values()
+    rates = [f"{run['tokens_per_s']['1p5b_8seq']['native']:,.0f}" for run in (first, second)]
+    ratios = [f"{run['claims']['rollout_1p5b_8seq_vs_vllm']:.2f}" for run in (first, second)]
+    assert (
+        f"come at {' and '.join(rates)} tokens per second, {' and '.join(ratios)} times as fast as vLLM's"
+        in PAGE
+    )
+    many, ragged = (second["claims"][f"rollout_1p5b_{case}_vs_vllm"] for case in ("512seq", "ragged"))
+    assert f"64 × 8 of them are {many:.2f} times as fast as vLLM's, and those of log-normal" in PAGE
+    assert f"lengths {ragged:.2f} times" in PAGE
+    assert [first["claims"][f"rollout_1p5b_{case}_vs_vllm"] for case in ("512seq", "ragged")] == [None, None]
+
+
+def test_where_training_goes_is_what_was_measured():
+    flop = training_flop(COMPARISONS["1p5b"].work, shares_prompts=True)["total"]
+    files = [
+        json.loads((ROOT / f"benchmarks/results/step-profile-{name}.json").read_text())["claims"]
+        for name in ("h200", "h100")
+    ]
+    parts = [name for name in files[0] if name.startswith("share of ")]
+    for name in parts:
+        shares = " | ".join(f"{file[name]:.1%}" for file in files)
+        assert f"| {name.removeprefix('share of ')} | {shares} |" in PAGE
+    assert all(sum(file[name] for name in parts) == pytest.approx(1, abs=0.01) for file in files)
+    said = [f"{file['train_s']:.2f} s on an" for file in files]
+    assert all(phrase in PAGE for phrase in said)
+    of_peak = [f"{flop / file['train_s'] / PEAK_FLOP_PER_S:.0%}" for file in files]
+    assert f"{said[0]} H200, {of_peak[0]} of its peak, and {said[1]} H100, {of_peak[1]}." in PAGE
+    rates = [f"{file['product_flop_per_s'] / 1e12:.0f}" for file in files]
+    assert f"Products run at {rates[0]} and {rates[1]} TFLOP/s, about seven tenths" in PAGE
+    assert all(0.65 < file["product_flop_per_s"] / PEAK_FLOP_PER_S < 0.75 for file in files)
 
 
 def test_starts_on_a_cpu_are_those_of_the_result():

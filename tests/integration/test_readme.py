@@ -281,7 +281,7 @@ def test_figures_of_steps_are_those_of_the_benchmark():
     assert f"{ratios[2]} times with LoRA on 7B" in text
     sharded = json.loads((ROOT / "benchmarks/results/sharded-h200x2.json").read_text())["claims"]
     on_two = f"{sharded['step_7b_full_2gpu_vs_trl']:.1f}"
-    assert f"fine-tuning is {on_two} times as fast as TRL's with FSDP2" in text
+    assert f"fine-tuning is {on_two} times as fast as TRL's with [ZeRO-3](docs/several-gpus.md)" in text
 
 
 def _qwen(directory: Path, size: str) -> Path:
