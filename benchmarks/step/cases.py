@@ -77,7 +77,7 @@ class PeerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One case against TRL. `candidates` are what its tuning tries, first the one that was best on an H200."""
+    """One case against TRL. `candidates` are what its tuning tries, the best one on an H200 first."""
 
     work: Work
     num_warm_up: int

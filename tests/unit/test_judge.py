@@ -9,15 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.episodes.episode import Episode
 from colocate.experience import ranks
-from colocate.experience.judge import EpisodeFacts, Judge, RankShare, Rollout
+from colocate.experience.judge import EpisodeFacts, Judge, RankShare, Rollout, _on_device
 from colocate.experience.requests import RolloutRequest
 from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.rewards.errors import RewardError
-from colocate.types import Completion, Prompt
+from colocate.types import Completion, Prompt, Sample
 from tiny import EOS, make_tokenizer
 
 TOKENS = {"a": [8, 9, EOS], "b": [10, EOS], "c": [11, 12, 13, EOS]}
@@ -225,3 +226,38 @@ def test_a_reward_function_is_not_called_as_turns_rewards_are():
     episodes[0].turn_rewards[0] = 1.0
     with pytest.raises(RewardError, match="A reward function is called 'turn_rewards'"):
         judge.score(request, episodes)
+
+
+class Copies(TorchDispatchMode):
+    """How many copies to another device are made."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_samples_arrive_on_the_device_in_one_copy_for_each_field():
+    def sample(number: int, num_tokens: int, logprobs: torch.Tensor | None) -> Sample:
+        tokens = torch.arange(num_tokens)
+        return Sample(
+            tokens + number, tokens * 2, torch.ones(num_tokens), 0.5 * number, logprobs, prompt_key=7
+        )
+
+    members = [[sample(0, 3, None), sample(1, 1, torch.tensor([-1.0]))], [], [sample(2, 2, torch.zeros(2))]]
+    with Copies() as copies:
+        moved = _on_device(members, torch.device("meta"))
+    assert copies.num == 4  # the advantages are numbers here
+    assert [len(member) for member in moved] == [2, 0, 1]
+    flat = [x for member in moved for x in member]
+    assert all(x.completion_ids.device.type == "meta" for x in flat)
+    assert [len(x.prompt_ids) for x in flat] == [3, 1, 2]
+    here = _on_device(members, torch.device("cpu"))
+    for member, expected in zip(here, members, strict=True):
+        for one, other in zip(member, expected, strict=True):
+            for name, value in vars(other).items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(getattr(one, name), value)
+                else:
+                    assert getattr(one, name) == value

@@ -241,10 +241,13 @@ class Judge:
             self._advantage_options,
         )
         advantages = compared.advantages if compared.turn_advantages is None else compared.turn_advantages
-        members = [
-            self._samples(entry, advantage)
-            for entry, advantage in zip(entries, advantages[own].tolist(), strict=True)
-        ]
+        members = _on_device(
+            [
+                self._samples(entry, advantage)
+                for entry, advantage in zip(entries, advantages[own].tolist(), strict=True)
+            ],
+            self._device,
+        )
         metrics = {
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
             **(_turn_metrics(facts) if self._has_turns else {}),
@@ -310,32 +313,49 @@ class Judge:
         )
 
     def _samples(self, entry: _Entry, advantage: float | list[float]) -> list[Sample]:
-        """The samples of an episode with one advantage, or one for each of its nodes."""
+        """The samples of an episode with one advantage, or one for each of its nodes; tensors on the host."""
         fork = entry.fork
         return [replace(self._sample(entry, row, advantage), fork=fork) for row in entry.rows]
 
     def _sample(self, entry: _Entry, row: Row, advantage: float | list[float]) -> Sample:
-        device, prompt, logprobs = self._device, entry.prompt, row.logprobs
-        mask = _tensor(bytearray(row.is_sampled), np.float32, device)
+        prompt, logprobs = entry.prompt, row.logprobs
+        mask = _tensor(bytearray(row.is_sampled), np.float32)
         if self._mask_truncated and entry.episode.is_truncated:
             mask = torch.zeros_like(mask)
         if self._mask_stale and self._policy_version is not None:
-            mask[torch.tensor(row.lags(self._policy_version()), device=device) > 0] = 0.0
+            mask[torch.tensor(row.lags(self._policy_version())) > 0] = 0.0
         return Sample(
-            prompt_ids=_tensor(row.prompt_ids, np.int64, device),
-            completion_ids=_tensor(row.completion_ids, np.int64, device),
+            prompt_ids=_tensor(row.prompt_ids, np.int64),
+            completion_ids=_tensor(row.completion_ids, np.int64),
             completion_mask=mask,
             advantage=advantage
             if isinstance(advantage, float)
-            else torch.tensor([advantage[node] for node in row.nodes], device=device),
-            rollout_logprobs=None if logprobs is None else _tensor(logprobs, np.float32, device),
+            else torch.tensor([advantage[node] for node in row.nodes]),
+            rollout_logprobs=None if logprobs is None else _tensor(logprobs, np.float32),
             prompt_key=prompt.key if entry.has_prompt(row) else None,
         )
 
 
-def _tensor(values: Sequence[float] | bytearray, dtype: type[np.number], device: torch.device) -> Tensor:
+def _tensor(values: Sequence[float] | bytearray, dtype: type[np.number]) -> Tensor:
     """The numbers as a tensor. NumPy reads the millions of them in a tenth of PyTorch's time."""
-    return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+    return torch.from_numpy(np.array(values, dtype=dtype))
+
+
+def _on_device(members: list[list[Sample]], device: torch.device) -> list[list[Sample]]:
+    """The members' samples with all tensors on the device, where they arrive in one copy for each field: the
+    host waits for every copy, and a rollout has thousands of tensors."""
+    samples = [sample for member in members for sample in member]
+    columns: dict[str, list[Any]] = {}
+    for name in ("prompt_ids", "completion_ids", "completion_mask", "advantage", "rollout_logprobs"):
+        values = [getattr(sample, name) for sample in samples]
+        if tensors := [value for value in values if isinstance(value, Tensor)]:
+            parts = iter(torch.cat(tensors).to(device).split([len(tensor) for tensor in tensors]))
+            columns[name] = [next(parts) if isinstance(value, Tensor) else value for value in values]
+    moved = iter(
+        replace(sample, **{name: column[number] for name, column in columns.items()})
+        for number, sample in enumerate(samples)
+    )
+    return [[next(moved) for _ in member] for member in members]
 
 
 def _groups(
