@@ -87,7 +87,7 @@ ZERO3 = {
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
     "ACCELERATE_MIXED_PRECISION": "bf16",
 }
-"""What it sets for TRL's DeepSpeed configuration of the same (its zero3.yaml)."""
+"""What `accelerate launch` sets for TRL's DeepSpeed configuration of full sharding (its zero3.yaml)."""
 
 LAUNCHES = {"fsdp2": FSDP2, "zero3": ZERO3}
 """Environments of TRL's processes by what splits its model."""

@@ -273,7 +273,7 @@ def fastest_s(records: list[Record], labels: Iterable[str]) -> float | None:
 def peer_ratio(records: list[Record]) -> float | None:
     """TRL's 7B step over ours, each at the fastest of its cases.
 
-    TRL's count with our commit and on our machine only.
+    TRL's records count only if they have our commit and are of our machine.
     """
     ours = [record for record in records if record.get("label") in OWN_7B]
     origins = {(record["commit"], record["machine"]) for record in ours}

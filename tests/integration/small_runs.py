@@ -17,8 +17,10 @@ from colocate import GRPOConfig, GRPOTrainer
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL_TOKENS = ("<pad>", "<eos>")
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(ALPHABET)
-TIMINGS = ("time", "step_time", "wall_s", "rank_wait_s", "phases", "memory")
-TIMINGS += ("train_runtime", "runtime", "per_second")
+TIMINGS = (
+    *("time", "step_time", "wall_s", "rank_wait_s", "phases", "memory"),
+    *("train_runtime", "runtime", "per_second"),
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

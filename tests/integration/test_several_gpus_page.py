@@ -162,6 +162,12 @@ def test_what_splitting_costs_is_what_was_measured() -> None:
         f"On another machine TRL took {steps['7b-trl']['step_s']:.1f} s with FSDP2.",
     ):
         assert phrase in text
+    peers = {r["label"]: r for r in result["repetitions"] if r.get("framework") == "trl"}
+    settings = {label: (r["micro_batch"], r["gradient_checkpointing"]) for label, r in peers.items()}
+    assert settings == {"7b-trl": (8, True), "7b-trl-zero3": (16, False)} and all(
+        r["liger"] for r in peers.values()
+    )
+    assert "micro-batches had 16 completions whose activations were kept, with FSDP2 8 and gradient" in text
     assert f"The older H200 file says {claims['tp2_allreduce_share']:.0%}:" in text
     assert claims["resume_other_world_size_exact"] == 1 and "were the same bits" in text
     for record in result["repetitions"]:

@@ -68,3 +68,10 @@ def test_every_result_has_a_benchmark_that_writes_it() -> None:
     written = "\n".join(SOURCES.values())
     # The probe's question is answered; its result names the commit that has the program.
     assert {name for name in names if f'"{name}"' not in written} == {"sharding-probe"}
+
+
+def test_commands_of_results_name_no_folder_of_one_machine() -> None:
+    """Records and models lie where anybody may put them; the temporary directory is everybody's."""
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        words = json.loads(path.read_text())["command"].split()
+        assert [w for w in words if w.startswith(("/", "~")) and not w.startswith("/tmp/")] == [], path

@@ -81,7 +81,7 @@ def test_speed_is_near_what_was_measured_on_an_h200():
     ("case", "precisions"),
     [
         ("7b_256seq", ("bf16", "fp8")),
-        ("1p5b_4k_256seq", ("bf16", "fp8_kv")),
+        ("1p5b_4k_256seq", ("bf16", "fp8_kv", "fp8")),
         ("1p5b_512seq", ("bf16", "fp8")),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -346,7 +346,7 @@ def _on_device(members: list[list[Sample]], device: torch.device) -> list[list[S
     host waits for every copy, and a rollout has thousands of tensors."""
     samples = [sample for member in members for sample in member]
     columns: dict[str, list[Any]] = {}
-    for name in ("prompt_ids", "completion_ids", "completion_mask", "advantage", "rollout_logprobs"):
+    for name in (field.name for field in fields(Sample)):
         values = [getattr(sample, name) for sample in samples]
         if tensors := [value for value in values if isinstance(value, Tensor)]:
             parts = iter(torch.cat(tensors).to(device).split([len(tensor) for tensor in tensors]))
