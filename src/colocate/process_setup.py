@@ -7,12 +7,12 @@ import logging
 import os
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from transformers import enable_full_determinism, set_seed
 from transformers.utils import logging as transformers_logging
 
 from colocate.config import GRPOConfig
+from colocate.parallel.leaving import leave_process_groups
 from colocate.redaction import check_complete
 
 _PLUGINS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -31,8 +31,8 @@ def set_up_process(args: GRPOConfig) -> Accelerator:
             made an `Accelerator` with a plugin of DeepSpeed, FSDP or Megatron.
     """
     check_complete(vars(args))
-    atexit.unregister(leave_process_group)
-    atexit.register(leave_process_group)
+    atexit.unregister(leave_process_groups)
+    atexit.register(leave_process_groups)
     is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if args.device.type == "cuda" and not is_configured:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -50,13 +50,3 @@ def set_up_process(args: GRPOConfig) -> Accelerator:
             "splits model and optimizer itself (shard). Remove that Accelerator."
         )
     return accelerator
-
-
-def leave_process_group() -> None:
-    """Destroy a gloo process group when the interpreter ends, since its threads may otherwise abort the
-    process.
-
-    An NCCL group is left alone: destroying it can wait for ever for a rank that has died.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
