@@ -202,6 +202,8 @@ class GRPOTrainer(TRLNames):
                 f"This trainer has trained {self.state.global_step} steps already and its schedule is used "
                 "up. To train on, make a new trainer with model=trainer.model."
             )
+        elif self.policy.take_changed_parameters():
+            loop.publish(self.run)
         run_checkpoints.check_space(self.run)
         start = time.time(), self.state.global_step
         self.journal.open(self.run.description(), resumed_from=directory)

@@ -57,10 +57,11 @@ def make(tmp_path: Path, optim: str) -> tuple[nn.Module, PolicyOptimizer]:
     return model, PolicyOptimizer(model, args, 10)
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(model: nn.Module, step: int, optimizer: PolicyOptimizer) -> None:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(64, SIZE, generator=generator).to("cuda", torch.bfloat16)
-    model(inputs).float().pow(2).mean().backward()
+    with optimizer.collecting_gradients():
+        model(inputs).float().pow(2).mean().backward()
 
 
 def used_bytes() -> int:
@@ -72,7 +73,7 @@ def used_bytes() -> int:
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_driver_gets_the_memory_of_masters_and_moments(tmp_path, optim):
     model, optimizer = make(tmp_path, optim)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     before, resident_bytes = bits(optimizer), optimizer.num_bytes
     used, allocated = used_bytes(), torch.cuda.memory_allocated()
@@ -100,9 +101,9 @@ def test_five_steps_are_the_same_bits_with_and_without(tmp_path, optim):
         moved_optimizer.offload()
         if step != 3:
             moved_optimizer.prefetch()  # beside forward and backward; else within the step
-        backward(moved, step)
+        backward(moved, step, moved_optimizer)
         moved_optimizer.step()
-        backward(kept, step)
+        backward(kept, step, kept_optimizer)
         kept_optimizer.step()
     assert_equal(bits(moved_optimizer), bits(kept_optimizer))
 
@@ -111,9 +112,9 @@ def test_five_steps_are_the_same_bits_with_and_without(tmp_path, optim):
 def test_a_step_allocates_nothing_once_the_state_exists(tmp_path, optim):
     model, optimizer = make(tmp_path, optim)
     for step in range(2):
-        backward(model, step)
+        backward(model, step, optimizer)
         optimizer.step()
-    backward(model, 2)
+    backward(model, 2, optimizer)
     torch.cuda.synchronize()
     count = torch.cuda.memory_stats()["allocation.all.allocated"]
     optimizer.step()
@@ -130,12 +131,12 @@ def limit_to(num_bytes: int) -> None:
 @pytest.mark.parametrize("optim", [name for name in OPTIMIZERS if name != "sgd"])
 def test_running_out_of_memory_for_the_state_changes_nothing(tmp_path, optim):
     model, optimizer = make(tmp_path, optim)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     want = bits(optimizer)
     del model, optimizer
     model, optimizer = make(tmp_path, optim)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     before = bits(optimizer)
     limit_to(2 * MIB)
     with pytest.raises(torch.OutOfMemoryError):
@@ -148,7 +149,7 @@ def test_running_out_of_memory_for_the_state_changes_nothing(tmp_path, optim):
 
 def test_running_out_of_memory_for_the_way_back_changes_nothing(tmp_path):
     model, optimizer = make(tmp_path, "adamw_torch_fused")
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     before, resident_bytes = bits(optimizer), optimizer.num_bytes
     optimizer.offload()

@@ -1,6 +1,7 @@
 """fp32 masters under bf16 parameters: small steps survive, gradients add up, state continues exactly."""
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -60,12 +61,14 @@ AVAILABLE = [
 """Of transformers' optimizers those that PyTorch, transformers and bitsandbytes bring."""
 
 
-def backward(model: nn.Module, step: int) -> float:
+def backward(model: nn.Module, step: int, optimizer: object) -> float:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(32, 16, generator=generator).bfloat16()
     targets = torch.randint(8, (32,), generator=generator)
     loss = F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)).float(), targets)
-    loss.backward()
+    ours = isinstance(optimizer, PolicyOptimizer)
+    with optimizer.collecting_gradients() if ours else nullcontext():
+        loss.backward()
     return loss.item()
 
 
@@ -87,7 +90,7 @@ def test_masters_follow_fp32_at_a_learning_rate_that_bf16_loses():
     )
     for step in range(50):
         for model, optimizer in ((exact, exact_optimizer), (ours, ours_optimizer), (naive, naive_optimizer)):
-            backward(model, step)
+            backward(model, step, optimizer)
             optimizer.step()
             optimizer.zero_grad()
     want = moved([p.detach() for p in exact.parameters()], start)
@@ -102,9 +105,10 @@ def test_masters_follow_fp32_at_a_learning_rate_that_bf16_loses():
 def test_gradients_add_up_in_fp32():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     optimizer = PolicyOptimizer(model, arguments(), 1)
-    for _ in range(1000):
-        model.weight.sum().backward()
-        assert model.weight.grad is None
+    with optimizer.collecting_gradients():
+        for _ in range(1000):
+            model.weight.sum().backward()
+            assert model.weight.grad is None
     assert optimizer.gradients()[0].item() == 1000  # bf16 sums of ones stop at 256
     optimizer.zero_grad()
     assert optimizer.leaves[0].grad is None
@@ -124,7 +128,7 @@ def test_state_round_trip_continues_bit_for_bit(optim, dtype):
 
     def train(model, optimizer, steps):
         for step in steps:
-            backward(model, step)
+            backward(model, step, optimizer)
             optimizer.step()
 
     model, optimizer = make(0)
@@ -173,7 +177,7 @@ def test_it_learns_with_the_state_that_the_planner_counts(optim, caplog):
     optimizer = PolicyOptimizer(model, arguments(optim=optim, learning_rate=0.5 if is_slow else 3e-3), 40)
     losses = []
     for _ in range(40):
-        losses.append(backward(model, 0))
+        losses.append(backward(model, 0, optimizer))
         optimizer.step()
     assert losses[-1] < 0.5 * losses[0]
     assert (optim in MOMENTS_BYTES) != ("the planner does not know" in caplog.text)
@@ -212,7 +216,7 @@ def test_offloaded_between_steps_trains_bit_for_bit(optim, dtype):
         assert all(p.untyped_storage().nbytes() for p in moved.parameters())
         if step % 2:
             moved_optimizer.prefetch()
-        backward(kept, step), backward(moved, step)
+        backward(kept, step, kept_optimizer), backward(moved, step, moved_optimizer)
         kept_optimizer.step(), moved_optimizer.step()
         assert moved_optimizer.num_bytes >= resident
         assert moved_optimizer.num_bytes == kept_optimizer.num_bytes
@@ -227,7 +231,7 @@ def test_state_is_saved_and_restored_while_it_is_offloaded(optim):
 
     (model, optimizer), (resumed, resumed_optimizer) = make(0), make(1)
     for each, its_optimizer in ((model, optimizer), (resumed, resumed_optimizer)):
-        backward(each, 0)
+        backward(each, 0, its_optimizer)
         its_optimizer.step()
         its_optimizer.offload()
     file = io.BytesIO()
@@ -235,7 +239,7 @@ def test_state_is_saved_and_restored_while_it_is_offloaded(optim):
     file.seek(0)
     resumed_optimizer.load_state_dict(torch.load(file))
     optimizer.offload(), resumed_optimizer.offload()
-    backward(model, 1), backward(resumed, 1)
+    backward(model, 1, optimizer), backward(resumed, 1, resumed_optimizer)
     optimizer.step(), resumed_optimizer.step()
     assert_equal(bits(resumed_optimizer), bits(optimizer))
 
@@ -273,7 +277,7 @@ def num_allocations_of_first_step(monkeypatch, make) -> int:
     with monkeypatch.context() as patch:
         counter = OutOfMemory(patch, 10**6)
         model, optimizer = make()
-        backward(model, 0)
+        backward(model, 0, optimizer)
         counter.num_left = 10**6
         optimizer.step()
         return 10**6 - counter.num_left
@@ -293,13 +297,13 @@ def test_a_step_that_ran_out_of_memory_is_repeated_bit_for_bit(optim, monkeypatc
 
     undisturbed, undisturbed_optimizer = make()
     for step in range(2):
-        backward(undisturbed, step)
+        backward(undisturbed, step, undisturbed_optimizer)
         undisturbed_optimizer.step()
     num_allocations = num_allocations_of_first_step(monkeypatch, make)
     assert num_allocations >= 12  # two moments of six parameters
     for num_allowed in range(num_allocations):
         model, optimizer = make()
-        backward(model, 0)
+        backward(model, 0, optimizer)
         before = [x.detach().clone() for x in (*model.parameters(), *optimizer.leaves)]
         gradients = [g.clone() for g in optimizer.gradients()]
         with monkeypatch.context() as patch:
@@ -311,7 +315,7 @@ def test_a_step_that_ran_out_of_memory_is_repeated_bit_for_bit(optim, monkeypatc
         assert_equal(optimizer.gradients(), gradients)
         assert not optimizer.optimizer.state and optimizer.learning_rate == 0
         optimizer.step()
-        backward(model, 1)
+        backward(model, 1, optimizer)
         optimizer.step()
         assert_equal(bits(optimizer), bits(undisturbed_optimizer))
         assert optimizer.learning_rate == undisturbed_optimizer.learning_rate > 0
@@ -321,9 +325,9 @@ def test_a_step_that_ran_out_of_memory_is_repeated_bit_for_bit(optim, monkeypatc
 def test_no_step_but_the_first_makes_tensors_that_stay_or_zeros(optim, monkeypatch):
     model = large_model().to(torch.bfloat16)
     optimizer = PolicyOptimizer(model, arguments(optim=optim, weight_decay=0.1), 10)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
-    backward(model, 1)
+    backward(model, 1, optimizer)
     OutOfMemory(monkeypatch, 0)
     before = optimizer.num_bytes
     optimizer.step()
@@ -334,9 +338,9 @@ def test_no_step_but_the_first_makes_tensors_that_stay_or_zeros(optim, monkeypat
 def test_torchs_own_step_allocates_nothing_as_large_as_a_weight(optim):
     model = large_model()
     optimizer = PolicyOptimizer(model, arguments(optim=optim, weight_decay=0.1), 10)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
-    backward(model, 1)
+    backward(model, 1, optimizer)
     with torch.profiler.profile(profile_memory=True) as profile:
         optimizer.optimizer.step()
     allocated = [event.self_cpu_memory_usage for event in profile.events()]
@@ -351,7 +355,7 @@ def test_out_of_memory_inside_an_optimizer_is_not_repeatable():
     model = small_model()
     own = Greedy(model.parameters(), lr=1.0)
     optimizer = PolicyOptimizer(model, arguments(), 10, optimizers=(own, None))
-    backward(model, 0)
+    backward(model, 0, optimizer)
     with pytest.raises(RuntimeError, match=r"Greedy ran out of memory .* cannot be repeated") as caught:
         optimizer.step()
     assert not isinstance(caught.value, torch.OutOfMemoryError)
@@ -361,7 +365,7 @@ def test_parameters_keep_their_storage():
     model = small_model().to(torch.bfloat16)
     before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
     optimizer = PolicyOptimizer(model, arguments(learning_rate=0.1), 10)
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     for parameter, (pointer, old) in zip(model.parameters(), before, strict=True):
@@ -406,7 +410,7 @@ def test_users_optimizer_is_used_as_it_is(caplog):
     schedule = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.1)
     optimizer = PolicyOptimizer(model, arguments(), 10, optimizers=(own, schedule))
     assert optimizer.optimizer is own and optimizer.scheduler is schedule
-    backward(model, 0)
+    backward(model, 0, optimizer)
     want = [p.detach() - p.grad for p in model.parameters()]
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), want, strict=True))
@@ -441,7 +445,7 @@ def test_projected_gradients_are_those_of_the_masters(monkeypatch, caplog):
     assert optimizer.optimizer.ranks == [None, 4]
     held = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in held} == {id(leaf) for leaf in optimizer.leaves} and len(held) == 4
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     assert not torch.equal(model[2].weight, before)
 

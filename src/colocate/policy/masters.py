@@ -73,6 +73,13 @@ class Masters:
             return self._parameters[name].detach()
         return self._shards.own_rows(rows_in_memory(self._parameters[name]))
 
+    def are_current(self) -> bool:
+        """Whether the parameters are the masters rounded; not if somebody else has changed the parameters."""
+        return all(
+            torch.equal(master.detach().to(rows.dtype), rows)
+            for rows, master in ((self._own_rows(name), master) for name, master in self.of_low.items())
+        )
+
     @torch.no_grad()
     def take_parameters(self) -> None:
         """Make the masters what the parameters are now."""

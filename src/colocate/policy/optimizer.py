@@ -49,9 +49,9 @@ SMALLEST_OFFLOADED_BYTES = 2048
 class PolicyOptimizer:
     """Any optimizer that transformers' `optim` names, its schedule, and fp32 state beside bf16 parameters.
 
-    Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them,
-    so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
-    parameter is its own master.
+    Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them
+    (`collecting_gradients`), so they add up over micro-batches in fp32 and no second set in bf16 outlives a
+    layer's backward. An fp32 parameter is its own master.
 
     With a mesh the ranks split masters, moments and reduced gradients by rows (`master_shards`). Gradients
     of whole parameters add up on every rank; `reduce_gradients` leaves this rank's rows of their mean.
@@ -114,10 +114,6 @@ class PolicyOptimizer:
             self.optimizer = checked_optimizer(own_optimizer, trainable)
         self._hyperparameters = hyperparameters(self.optimizer)  # before a schedule scales them
         self._names = {id(parameter): name for name, parameter in trainable.items()}
-        self._hooks = [
-            trainable[name].register_post_accumulate_grad_hook(self._move_gradient)
-            for name in self._masters.names
-        ]
         self.scheduler = own_scheduler or build_scheduler(self.optimizer, args, num_training_steps)
         if "metrics" in inspect.signature(self.scheduler.step).parameters:
             raise ValueError(
@@ -159,6 +155,22 @@ class PolicyOptimizer:
         """Bytes of the gradients accumulated so far."""
         reduced = sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
         return reduced + sum(gradient.nbytes for gradient in self._gradients.values())
+
+    @contextlib.contextmanager
+    def collecting_gradients(self) -> Iterator[None]:
+        """Within the block, the gradients that backward makes go to where they add up in float32.
+
+        Outside of it they are left where they are: another trainer may have the same model.
+        """
+        hooks = [
+            self._parameters[name].register_post_accumulate_grad_hook(self._move_gradient)
+            for name in self._masters.names
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _move_gradient(self, parameter: Tensor) -> None:
         """Move a gradient that backward has just made to where gradients add up in float32."""
@@ -354,7 +366,7 @@ class PolicyOptimizer:
 
     def zero_grad(self) -> None:
         """Free the gradients: the KV cache uses their memory during rollouts."""
-        for leaf in self.leaves:
+        for leaf in (*self.leaves, *self._parameters.values()):
             leaf.grad = None
         self._gradients.clear()
 
@@ -463,6 +475,11 @@ class PolicyOptimizer:
             name: Placement(mesh, parameter, self._splits.get(name, UNSPLIT))
             for name, parameter in self._parameters.items()
         }
+
+    def has_current_masters(self) -> bool:
+        """Whether the parameters are still what the last step, or this optimizer's beginning, has made them."""
+        self._host.fetch()
+        return self._masters.are_current()
 
     @torch.no_grad()
     def take_parameters(self) -> None:

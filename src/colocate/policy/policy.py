@@ -298,6 +298,14 @@ class Policy:
         self.optimizer.take_parameters()
         self.version += 1
 
+    def take_changed_parameters(self) -> bool:
+        """Go on from what the model's weights are now, if somebody else has changed them on any rank; whether
+        that was so. All ranks must ask together."""
+        changed = self._everyone.any(not self.optimizer.has_current_masters())
+        if changed:
+            self.take_parameters()
+        return changed
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, masters, moments, schedule and version; the reference if it has moved. Where ranks split
         the optimizer's state its tensors are left out: they are `optimizer.tensors()`."""
@@ -347,7 +355,7 @@ class Policy:
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self.device)
-        with self._stacks.open(self.model, "update") as stack:
+        with self._stacks.open(self.model, "update") as stack, self.optimizer.collecting_gradients():
 
             def accumulate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]

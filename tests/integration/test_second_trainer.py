@@ -1,0 +1,76 @@
+"""Several trainers of one model in one process, as in a notebook whose cells are run again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import make_model, make_trainer, read_metrics
+from torch import nn
+
+STEPS = dict(max_steps=2, save_strategy="no", per_device_train_batch_size=4, gradient_accumulation_steps=1)
+
+
+def bf16_model() -> Any:
+    """A model whose masters are apart from its weights, as on a GPU."""
+    return make_model("llama").to(torch.bfloat16)
+
+
+def trained(directory: Path, model: nn.Module) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    make_trainer(directory, model=model, **STEPS).train()
+    return read_metrics(directory), [p.detach().clone() for p in model.parameters()]
+
+
+def assert_trained_as(directory: Path, model: nn.Module, want: tuple[Any, list[torch.Tensor]]) -> None:
+    metrics, weights = want
+    assert read_metrics(directory) == metrics and all(m["grad_norm"] > 0 for m in metrics)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
+def test_a_second_trainer_of_a_model_trains_it_as_a_first_one_would(tmp_path):
+    model = bf16_model()
+    first = make_trainer(tmp_path / "first", model=model, **STEPS)
+    first.train()
+    want = trained(tmp_path / "alone", copy.deepcopy(model))
+    make_trainer(tmp_path / "second", model=first.model, **STEPS).train()
+    assert_trained_as(tmp_path / "second", model, want)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_weights_that_were_changed_before_training_are_what_is_trained(tmp_path, beta):
+    """`beta` keeps a reference, which is the model that the trainer was made with."""
+    model, other = bf16_model(), bf16_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    options = STEPS | {"beta": beta, "learning_rate": 1e-4}
+    trainer = make_trainer(tmp_path / "changed", model=model, **options)
+    model.load_state_dict(other.state_dict())
+    trainer.train()
+    alone = make_trainer(tmp_path / "alone", model=other, **options)
+    if beta:
+        alone.policy.reference = make_trainer(
+            tmp_path / "reference", model=bf16_model(), **options
+        ).policy.reference
+    alone.train()
+    assert_trained_as(
+        tmp_path / "changed", model, (read_metrics(tmp_path / "alone"), list(other.parameters()))
+    )
+
+
+def test_what_a_trainer_held_is_freed_with_it(tmp_path):
+    trainer = make_trainer(tmp_path, model=bf16_model(), **STEPS)
+    trainer.train()
+    masters = trainer.policy.optimizer.leaves
+    held = [
+        weakref.ref(x)
+        for x in (trainer, trainer.policy, trainer.model, *trainer.model.parameters(), *masters)
+    ]
+    del trainer, masters
+    gc.collect()
+    assert [x() for x in held if x() is not None] == []
