@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import pytest
+from torch.distributed import HashStore
+
 from colocate.parallel.ports import free_port
-from colocate.parallel.watch import Tail
+from colocate.parallel.watch import Tail, Watch
 from processes import SOURCE, TORCHRUN
 
 WORKER = Path(__file__).with_name("watch_worker.py")
@@ -78,3 +83,19 @@ def test_of_a_progress_bar_the_last_state_is_kept(capsys):
     print("\r99%|###\nlast", file=tail)
     assert tail.lines() == ["first", "99%|###", "last"]
     assert capsys.readouterr().err.startswith("first\n 1%|#\r")
+
+
+def test_what_is_watched_is_not_kept_when_its_work_is_over():
+    class Run:
+        def progress(self) -> str:
+            return "after step 3"
+
+    run, store = Run(), HashStore()
+    watch, alive = Watch(store, rank=0, num_ranks=1, silence_s=60), weakref.ref(run)
+    with watch.work(run.progress):
+        pass
+    del run
+    assert alive() is None
+    with pytest.raises(ValueError), watch.work(lambda: "after step 4"):
+        raise ValueError
+    assert json.loads(store.get("0"))["at"] == "after step 4"

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -118,3 +119,13 @@ def test_a_kept_layout_keeps_no_model_alive():
     del model
     gc.collect()
     assert alive() is None and not layout.is_current()
+
+
+def test_a_layout_that_nobody_keeps_keeps_no_model_alive():
+    """Its modules' hooks may lead to the model."""
+    model = make_model("qwen2")
+    layout_for(model).norm.register_forward_hook(partial(lambda owner, *_: None, model))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

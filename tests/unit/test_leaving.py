@@ -31,7 +31,7 @@ print([ending([]) for _ in range(3)], [ending([leave_process_groups]) for _ in r
 
 
 def test_the_interpreter_ends_after_threads_of_gloo() -> None:
-    """Without waiting for them the process aborts (signal 6), which shows that there is something to wait for."""
+    """Without waiting for them the process aborts (signal 6): there is something to wait for."""
     without, waiting = run_python("-c", ENDINGS, timeout_s=120).split(";")
     assert "-6" in without
     assert waiting.strip() == "[0, 0, 0]", sys.version

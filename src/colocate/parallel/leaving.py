@@ -18,7 +18,7 @@ def leave_process_groups() -> None:
 
     A thread of gloo frees the tensors of a collective some time after the collective has ended, and asks
     Python to do so. Once the interpreter is being taken apart, that aborts the process ("terminate called
-    without an active exception"). A group that is destroyed ends its threads, but one that a trainer or a mesh
+    without an active exception"). A group that is destroyed ends its threads; one that a trainer or a mesh
     still holds is not destroyed.
 
     An NCCL group is left alone: destroying it can wait for ever for a rank that has died.

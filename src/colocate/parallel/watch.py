@@ -148,8 +148,11 @@ class Watch:
             if cause is not None and isinstance(error, Exception):
                 raise PeerError(f"{cause.text}\n{_ADVICE}") from error
             raise
-        self._is_at_work = False
-        self._tell(finished=self._number)
+        else:
+            self._is_at_work = False
+            self._tell(finished=self._number)
+        finally:
+            self._progress = functools.partial(str, self._sign.at)  # of the work, and not the trainer with it
 
     def _note_failure(self, error: BaseException) -> Loss | None:
         """Tell the others of an error; the loss of another rank that explains it, if there is one.

@@ -477,7 +477,7 @@ class PolicyOptimizer:
         }
 
     def has_current_masters(self) -> bool:
-        """Whether the parameters are still what the last step, or this optimizer's beginning, has made them."""
+        """Whether nobody has changed the parameters since the last step, or since this optimizer was made."""
         self._host.fetch()
         return self._masters.are_current()
 

@@ -189,8 +189,9 @@ def weight_part_of(model: nn.Module) -> WeightPart:
     return part
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
-"""The layouts found so far, by causal language model."""
+_known: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Layout]] = weakref.WeakKeyDictionary()
+"""The layouts in use, by causal language model. A layout has the model's modules, whose hooks may lead to
+the model: if it were kept here, both would be for ever."""
 
 
 def has_layout(model: nn.Module) -> bool:
@@ -202,7 +203,7 @@ def layout_for(model: nn.Module) -> Layout:
     """The layout of a model, which may be inside a PEFT wrapper.
 
     Returns:
-        The very layout that it returned before, while that is current.
+        The very layout that it returned before, while that is current and in use.
 
     Raises:
         ValueError: the native engine cannot run the model exactly; says why and which engine to use.
@@ -220,11 +221,13 @@ def _layout_or_reason(model: nn.Module) -> Layout | str:
     base: Any = causal_lm(model)
     if (reason := _unsupported_options(base)) is not None:
         return reason
-    known = _known.get(base)
+    reference = _known.get(base)
+    known = None if reference is None else reference()
     if known is None or not known.is_current():
         if (reason := unsupported_adapters(base) or _unexpected_modules(base)) is not None:
             return reason
-        known = _known[base] = _resolved(base)
+        known = _resolved(base)
+        _known[base] = weakref.ref(known)
     return known
 
 
