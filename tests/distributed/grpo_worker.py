@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from small_runs import make_model, make_trainer, share_of_early_letters
+from small_runs import ends_with_the_first_step, make_model, make_trainer, share_of_early_letters
 
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
@@ -184,6 +184,15 @@ def go_on_with_parts(trainer: Any, directory: Path) -> None:
     build(directory, "split_again", 2, **CASES["split"]).train(resume_from_checkpoint=True)
 
 
+def end_with_the_best(trainer: Any, directory: Path) -> None:
+    """Runs of bf16 weights, split and whole, that end with the weights of their first step."""
+    for parts in (1, 2):
+        model = make_model("llama").to(torch.bfloat16)
+        best = build(directory, f"best{parts}", 2, model=model, shard=parts, **ends_with_the_first_step())
+        best.train()
+        best.save_model()
+
+
 def go_on_from_one(trainer: Any, directory: Path) -> None:
     """Five steps of two ranks, and the last three of five of which one process took the first two."""
     for case, checkpoint in (("rows", None), ("rows_of_one", directory / "one" / "rows" / "checkpoint-2")):
@@ -322,6 +331,7 @@ OPTIONS_OF = {
 
 ENDINGS = {
     "4_bits": split_4_bits,
+    "best": end_with_the_best,
     "changed": load_checkpoint_of_another_temperature,
     "counted": count_waits,
     "evaluated": evaluate,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_worker import CASES, NOTED, SPLIT_CASES, WIDE_CASES, build, build_wide, moments_of
+from safetensors.torch import load_file
 from small_runs import read_metrics, without_timings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
@@ -72,6 +73,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "split_again",
         "4_bits",
         "wide",
+        "best",
     )
     launch("accelerate", directory, "accelerate")
     return directory, single
@@ -327,6 +329,17 @@ def test_whole_weights_go_on_from_parts_of_them(runs):
         assert state.keys() == expected.keys() == written.keys()
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor) and torch.equal(tensor, written[name]), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_run_ends_with_the_weights_of_its_best_checkpoint(runs, parts):
+    directory = runs[0] / f"best{parts}"
+    ended, *steps = (
+        load_file(path / "model.safetensors")
+        for path in (directory, directory / "checkpoint-1", directory / "checkpoint-2")
+    )
+    same = [all(torch.equal(ended[name], tensor) for name, tensor in step.items()) for step in steps]
+    assert same == [True, False] and ended.keys() == steps[0].keys()
 
 
 def test_four_processes_go_on_from_two_and_two_from_four(runs):

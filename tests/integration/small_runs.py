@@ -65,6 +65,23 @@ def make_trainer(output_dir: Path | str, *, model: Any = "llama", **options: Any
     return tiny.make_trainer(output_dir, **{**_OPTIONS, **arguments, **options})
 
 
+def ends_with_the_first_step() -> dict[str, Any]:
+    """Options of a run of two steps whose first evaluation is its best one, with whose weights it ends."""
+    values = iter([1.0, 0.0])
+
+    def reward(completion_ids: list[list[int]], wanted: list[str], **_: Any) -> list[float]:
+        if wanted[0] != "held out":
+            return share_of_early_letters(completion_ids)
+        return [next(values)] * len(completion_ids)
+
+    held_out = make_dataset(2).map(lambda row: {"wanted": "held out"})
+    return dict(
+        reward_funcs=reward, max_steps=2, eval_dataset=held_out, per_device_eval_batch_size=2,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_reward",
+    )  # fmt: skip
+
+
 def read_metrics(output_dir: Path | str) -> list[dict[str, Any]]:
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     return [without_timings(json.loads(line)) for line in lines]

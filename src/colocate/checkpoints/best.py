@@ -18,7 +18,9 @@ from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
 from colocate.option_values import nearest
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
+from colocate.weights.part_loading import load_part
+from colocate.weights.weight_parts import local_part, splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +131,17 @@ def load_weights(model: nn.Module, directory: Path) -> None:
                 model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter
             )
         return
+    parameters, part = dict(model.named_parameters()), weight_part_of(model)
+    if part != WHOLE:
+        own = load_part(str(directory), causal_lm(model).config, part, dtype=next(model.parameters()).dtype)
+        if own is not None:
+            for name, weight in own.named_parameters():
+                parameters[name].copy_(weight)
+            return
     # The model reads its files itself, because names and shapes in them may differ from the parameters'.
     model_class: Any = type(model)
     saved, report = model_class.from_pretrained(directory, dtype="auto", output_loading_info=True)
-    parameters, weights = dict(model.named_parameters()), dict(saved.named_parameters())
+    weights = dict(saved.named_parameters())
     # transformers initialises the weights that it reports as missing, so they must be an error here.
     if missing := sorted((parameters.keys() - weights.keys()) | set(report["missing_keys"])):
         raise sealed.CheckpointError(
@@ -140,4 +149,4 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         )
     splits = splits_of(model)
     for name, parameter in parameters.items():
-        parameter.copy_(splits[name].of_full(weights[name]))
+        local_part(parameter).copy_(splits[name].of_full(weights[name]))
