@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.training_args import OptimizerNames
 
@@ -15,7 +16,7 @@ from colocate.memory.sharding import Sharding
 from colocate.parallel.mesh import Mesh
 from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.optimizer_names import WHOLE_MATRIX
-from colocate.weights.layouts import WeightPart
+from colocate.weights.layouts import WHOLE, WeightPart, weight_part_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ def weight_parts_of(
     optimizers: Any,
 ) -> int:
     """Over how many ranks each copy of the weights is split: what `shard` says, or the planner chooses."""
-    if args.shard != "auto" or accelerator.num_processes == 1 or accelerator.device.type != "cuda":
+    if args.shard != "auto" or accelerator.num_processes == 1:
         return args.shard if isinstance(args.shard, int) else 1
+    if isinstance(model, nn.Module) and weight_part_of(model) != WHOLE:
+        return weight_part_of(model).count  # an earlier trainer has split it
+    if accelerator.device.type != "cuda":
+        return 1
     if (reason := why_state_stays_whole(args, optimizers)) is not None:
         parts = 1
     else:

@@ -224,6 +224,9 @@ def run(directory: Path) -> None:
     build(directory / "adapter", 2, shard=2, **ADAPTED).train()
     build(directory / "resumed", 2, shard=2, callbacks=[StopAfterThreeSteps]).train()
     build(directory / "resumed", 2, shard=2).train(resume_from_checkpoint=True)
+    best = build(directory / "best", 2, shard=2, **small_runs.ends_with_the_first_step())
+    best.train()
+    best.save_model()
 
 
 def refusals(directory: Path) -> dict[str, str]:
@@ -241,6 +244,10 @@ def refusals(directory: Path) -> dict[str, str]:
             told[name] = ""
         except ValueError as error:
             told[name] = str(error)
+    try:
+        build(directory / "saving", 2, shard=2).model.save_pretrained(directory / "saving")
+    except RuntimeError as error:
+        told["saving"] = str(error)
     return told
 
 

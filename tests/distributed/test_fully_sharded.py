@@ -95,6 +95,15 @@ def test_one_process_goes_on_from_the_parts_of_two(directory, tmp_path):
             assert torch.equal(one.model.get_parameter(name.removeprefix("weights/")), tensor)
 
 
+def test_a_run_ends_with_the_weights_of_its_best_checkpoint(directory):
+    best, last = (directory / "best" / f"checkpoint-{step}/model.safetensors" for step in (1, 2))
+    expected, after = load_file(best), load_file(last)
+    ended = load_file(directory / "best" / "model.safetensors")
+    assert ended.keys() == expected.keys()
+    assert all(torch.equal(ended[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(ended[name], tensor) for name, tensor in after.items())
+
+
 def test_what_cannot_be_split_is_refused_by_name(directory):
     for rank in of_ranks(directory):
         told = rank["refusals"]
@@ -102,6 +111,7 @@ def test_what_cannot_be_split_is_refused_by_name(directory):
         assert "engine='rollout_server' cannot be sent weights" in told["server"]
         assert "decode_shard=2 lets 2 processes decode together" in told["together"]
         assert "cannot run this model: GPT2LMHeadModel has no layout" in told["native"]
+        assert "one of 2 parts" in told["saving"] and "trainer.save_model()" in told["saving"]
 
 
 def test_a_rank_without_memory_ends_the_run_and_says_what_to_set(directory):

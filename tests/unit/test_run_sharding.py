@@ -20,7 +20,9 @@ from colocate.playing import check_mesh
 from colocate.policy import cudnn_attention
 from colocate.run_header import shard_row
 from colocate.run_mesh import weight_parts_of
+from colocate.weights.layouts import WeightPart
 from colocate.weights.shapes import Lora, ModelShapes
+from colocate.weights.weight_parts import random_parts
 
 CONFIGS = {
     "7B": Qwen2Config(
@@ -139,17 +141,23 @@ def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkey
     monkeypatch.setattr(run_mesh, "choose_weight_parts", lambda *_: (2, "shard=2 fits."))
     monkeypatch.setattr(run_mesh, "of_all_ranks", lambda items: [*items, 4])
 
-    def come_to(args, kind="cuda", *, num_processes=2, is_main_process=True, optimizers=(None, None)):
+    def come_to(
+        args, kind="cuda", *, num_processes=2, is_main_process=True, optimizers=(None, None), model="7B"
+    ):
         accelerator = SimpleNamespace(
             device=torch.device(kind), num_processes=num_processes, is_main_process=is_main_process
         )
         caplog.clear()
-        return weight_parts_of(args, accelerator, "7B", None, None, optimizers), caplog.messages
+        return weight_parts_of(args, accelerator, model, None, None, optimizers), caplog.messages
 
     auto, _ = run_on("H200")
     assert come_to(auto) == (4, ["shard='auto' came to 4: shard=2 fits."])
     assert come_to(auto, is_main_process=False) == (4, [])
     assert come_to(auto, "cpu") == come_to(auto, num_processes=1) == (1, [])
+    earlier = random_parts(
+        config_of("qwen2", vocab_size=96), WeightPart(0, 2), device="cpu", dtype=torch.float32
+    )
+    assert come_to(auto, "cpu", model=earlier) == come_to(auto, model=earlier) == (2, [])
     for shard, parts in (("none", 1), (1, 1), (2, 2)):
         assert come_to(run_on("H200", shard=shard)[0]) == (parts, [])
     monkeypatch.setattr(run_mesh, "of_all_ranks", lambda items: items * 2)

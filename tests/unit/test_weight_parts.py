@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_models import config_of, make_model
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from colocate.policy.loading import check_vocabulary, prepare_model
 from colocate.weights.layouts import WHOLE, WeightPart, layout_for
 from colocate.weights.shared_views import fuse_parameters, fused_view
 from colocate.weights.weight_parts import random_parts, sizes_of, split_weights, splits_of, storage_of
+from tiny import make_trainer
 
 SIZES = {"vocab_size": 96}
 CASES = ["llama-biases", "qwen2", "qwen3"]
@@ -113,6 +114,30 @@ def test_parts_are_not_split_again():
     (part, _) = parts_of(make_model("llama", **SIZES))
     with pytest.raises(ValueError, match="holds one of 2 parts"):
         split_weights(part, WeightPart(0, 2))
+
+
+def test_a_part_is_not_taken_for_the_whole_model(tmp_path):
+    """Token ids of the first half of the vocabulary are rows of part 0, which would go through all layers."""
+    model = make_model("llama", **SIZES)
+    (part, _) = parts_of(model)
+    ids = torch.tensor([[3, 4]])
+    for use in (
+        lambda: part(ids),
+        lambda: get_peft_model(copy.deepcopy(part), LoraConfig(target_modules=["q_proj"]))(ids),
+        lambda: part.generate(ids, max_new_tokens=2),
+    ):
+        with pytest.raises(RuntimeError, match=r"one of 2 parts .* neither be called nor generate"):
+            use()
+    with pytest.raises(RuntimeError, match=r"Save them with trainer.save_model\(\)"):
+        part.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert model.generate(ids, max_new_tokens=2).shape == (1, 4)  # parts are copies
+
+
+def test_a_part_of_another_trainer_is_refused(tmp_path):
+    (part, _) = parts_of(make_model("llama", **SIZES))
+    with pytest.raises(ValueError, match=r"one of 2 parts .* asks for 1 \(shard\). Set shard=2, or load"):
+        make_trainer(tmp_path, model=part, save_strategy="no")
 
 
 @pytest.mark.parametrize("name", CASES)

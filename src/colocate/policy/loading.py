@@ -85,6 +85,12 @@ def prepare_model(
     loaded: Any = part_of_checkpoint(model, part, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
     if loaded is None:
         loaded = load_model(model, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
+    if (held := weight_part_of(loaded)) not in (WHOLE, part):
+        raise ValueError(
+            f"Your model holds one of {held.count} parts of its weights, into which an earlier trainer has "
+            f"split it, and this run asks for {part.count} (shard). Set shard={held.count}, or load what "
+            "trainer.save_model() has saved."
+        )
     freeze_what_text_does_not_reach(loaded)
     originals = cast_to_bf16(loaded) if options.bf16 else {}
     if peft_config is not None:

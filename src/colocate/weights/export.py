@@ -87,4 +87,5 @@ def _save_fully_sharded(lm: Any, directory: Path, *, is_writer: bool, file_size:
             del whole
         state[name] = wholes[id(tensor)]
     if is_writer:
-        lm.save_pretrained(directory, state_dict=state, max_shard_size=file_size)
+        # The model's own refuses to write parts, and these are whole.
+        type(lm).save_pretrained(lm, directory, state_dict=state, max_shard_size=file_size)

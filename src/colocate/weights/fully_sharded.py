@@ -15,6 +15,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import (
 
 from colocate.weights.adapters import base_linear, unsupported_adapters
 from colocate.weights.layouts import WeightPart, causal_lm
-from colocate.weights.weight_parts import local_part
+from colocate.weights.weight_parts import local_part, refuse_saving
 
 Result = TypeVar("Result")
 
@@ -138,6 +139,7 @@ def _wrap(lm: Any, part: WeightPart, mesh: DeviceMesh) -> None:
         if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13: experts that one rank misses
             module.set_reduce_scatter_unused_params(True)
     lm.weight_part = part
+    lm.save_pretrained = partial(refuse_saving, part)
     lm.run_gathered = MethodType(_run, lm)
     register_fsdp_forward_method(lm, "run_gathered")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -224,6 +225,25 @@ def split_weights(model: nn.Module, part: WeightPart) -> None:
             _keep_rows([parameter], part)
     base: Any = causal_lm(model)
     base.weight_part = part
+    base.register_forward_pre_hook(_refuse_forward)
+    base.save_pretrained = partial(refuse_saving, part)
+
+
+def _refuse_forward(model: Any, *_: Any) -> None:
+    """Raise an error, since transformers' modules would take a part of the weights for the whole."""
+    raise RuntimeError(
+        f"This process has one of {model.weight_part.count} parts of the model's weights (shard), with which "
+        "the model can neither be called nor generate. Call trainer.evaluate(), or load what "
+        "trainer.save_model() has saved."
+    )
+
+
+def refuse_saving(part: WeightPart, *_: Any, **__: Any) -> None:
+    """Raise an error, in the place of `save_pretrained`, which would write a part as if it were the whole."""
+    raise RuntimeError(
+        f"This process has one of {part.count} parts of the model's weights (shard). Save them with "
+        "trainer.save_model(), which all processes must call."
+    )
 
 
 def _keep_rows(parameters: Sequence[Tensor], part: WeightPart) -> None:
