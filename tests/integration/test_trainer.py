@@ -170,6 +170,19 @@ def test_peft_model_with_peft_config_is_refused(tmp_path):
         make_trainer(tmp_path, model=model, peft_config=LoraConfig(**LORA))
 
 
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(**LORA)])
+def test_the_model_inside_of_a_peft_model_is_refused(tmp_path, peft_config):
+    """It could be trained, and would be saved with names that nothing can load."""
+    base = make_model()
+    first = make_trainer(tmp_path, model=base, peft_config=LoraConfig(**LORA))
+    with pytest.raises(ValueError, match=r"adapter's layers inside.* pass the PeftModel \(trainer.model\)"):
+        make_trainer(tmp_path, model=base, peft_config=peft_config)
+    merged = first.model.merge_and_unload()
+    with pytest.raises(ValueError, match=r"no trainable parameter.*requires_grad_\(True\), as after merge"):
+        make_trainer(tmp_path, model=merged)
+    assert train(make_trainer(tmp_path, model=merged.requires_grad_(True))) >= {"model.norm.weight"}
+
+
 def test_own_optimizer_and_scheduler(tmp_path):
     model = make_model()
     head = model.lm_head.weight

@@ -69,8 +69,8 @@ def prepare_model(
             (`fully_sharded`).
 
     Raises:
-        ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split;
-            or as `load_model` and `add_adapter`.
+        ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split, or
+            holds another part; or as `load_model`, `check_adapter_is_wrapped` and `add_adapter`.
     """
     init_kwargs = dict(options.model_init_kwargs or {})
     if isinstance(model, str):
@@ -85,6 +85,7 @@ def prepare_model(
     loaded: Any = part_of_checkpoint(model, part, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
     if loaded is None:
         loaded = load_model(model, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
+    check_adapter_is_wrapped(loaded)
     if (held := weight_part_of(loaded)) not in (WHOLE, part):
         raise ValueError(
             f"Your model holds one of {held.count} parts of its weights, into which an earlier trainer has "
@@ -288,6 +289,24 @@ def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         if hasattr(module, "base_layer"):
             for name in module.adapter_layer_names:  # type: ignore[union-attr]
                 yield from getattr(module, name).parameters()
+
+
+def check_adapter_is_wrapped(model: nn.Module) -> None:
+    """Check that who has an adapter's layers inside is the `PeftModel` around them, which saves the adapter.
+
+    PEFT puts them into the very model that it is given.
+
+    Raises:
+        ValueError: it is the model inside, or one into which transformers has loaded an adapter.
+    """
+    if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
+        raise ValueError(
+            f"Your {type(model).__name__} has an adapter's layers inside, from an earlier trainer or "
+            "get_peft_model, and is not the PeftModel around them. To go on with that adapter pass the "
+            "PeftModel (trainer.model), without peft_config, or load it from its directory by "
+            "AutoPeftModelForCausalLM.from_pretrained(directory, is_trainable=True). For another adapter, or "
+            "none, load the model anew."
+        )
 
 
 def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:

@@ -91,10 +91,12 @@ class PolicyOptimizer:
     ) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError(
-                "The model has no trainable parameter: every requires_grad is False. An adapter loads frozen "
-                "unless PeftModel.from_pretrained(..., is_trainable=True)."
+            remedy = (
+                "An adapter loads frozen unless PeftModel.from_pretrained(..., is_trainable=True)."
+                if hasattr(model, "peft_config")
+                else "Call model.requires_grad_(True), as after merge_and_unload(), or set peft_config."
             )
+            raise ValueError(f"The model has no trainable parameter: every requires_grad is False. {remedy}")
         own_optimizer, own_scheduler = optimizers
         self.is_own = own_optimizer is not None
         """Whether the user has made the optimizer, so that `optim` does not say which one it is."""
