@@ -120,6 +120,12 @@ def publish(run: Run) -> None:
     run.engine.update_weights(weights, run.policy.version)
 
 
+def publish_changes(run: Run) -> None:
+    """Go on from the weights as they are now, if somebody has changed them since the run was built."""
+    if run.policy.take_changed_parameters():
+        publish(run)
+
+
 def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
     """Let every part that adapts see what the step has shown, and write the step down.
 

@@ -202,8 +202,7 @@ class GRPOTrainer(TRLNames):
                 f"This trainer has trained {self.state.global_step} steps already and its schedule is used "
                 "up. To train on, make a new trainer with model=trainer.model."
             )
-        elif self.policy.take_changed_parameters():
-            loop.publish(self.run)
+        loop.publish_changes(self.run)
         run_checkpoints.check_space(self.run)
         start = time.time(), self.state.global_step
         self.journal.open(self.run.description(), resumed_from=directory)
@@ -294,8 +293,7 @@ class GRPOTrainer(TRLNames):
 
     def _push_checkpoint(self, directory: Path) -> None:
         """Upload the model, and the checkpoint where `hub_strategy` says so, after each save."""
-        message = f"Step {self.state.global_step}"
-        self.push_to_hub(message)
+        self.push_to_hub(message := f"Step {self.state.global_step}")
         folder = hub.checkpoint_folder(self.args.hub_strategy, directory)
         if folder is not None and self.accelerator.is_main_process:
             repository = hub.repository_of(self.args)

@@ -1,5 +1,6 @@
 """A layout and a decoder stack are kept while nothing that they were made of has changed, and no longer."""
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -121,10 +122,16 @@ def test_a_kept_layout_keeps_no_model_alive():
     assert alive() is None and not layout.is_current()
 
 
-def test_a_layout_that_nobody_keeps_keeps_no_model_alive():
+def test_a_layout_goes_with_its_model_and_with_no_copy_of_it(tmp_path):
     """Its modules' hooks may lead to the model."""
     model = make_model("qwen2")
-    layout_for(model).norm.register_forward_hook(partial(lambda owner, *_: None, model))
+    layout_for(model)
+    torch.save(model, tmp_path / "model.pt")
+    assert "colocate" not in (tmp_path / "model.pt").read_bytes().decode("latin-1")
+    for copied in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert layout_for(copied).norm is copied.model.norm
+        assert layout_for(model).norm is model.model.norm
+    model.model.norm.register_forward_hook(partial(lambda owner, *_: None, model))
     alive = weakref.ref(model)
     del model
     gc.collect()

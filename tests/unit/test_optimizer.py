@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
@@ -482,8 +483,11 @@ def test_errors_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="lr_scheduler_type"):
         plateau = arguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
         PolicyOptimizer(model, plateau, 10)
-    with pytest.raises(ValueError, match="is_trainable=True"):
+    with pytest.raises(ValueError, match=r"Call model.requires_grad_\(True\)"):
         PolicyOptimizer(small_model().requires_grad_(False), arguments(), 10)
+    frozen = get_peft_model(small_model(), LoraConfig(target_modules=["0"])).requires_grad_(False)
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        PolicyOptimizer(frozen, arguments(), 10)
     state = PolicyOptimizer(model, arguments(), 10).state_dict()
     name, weight = state["weights"].popitem()
     with pytest.raises(ValueError, match=f"weights of 5 parameters, this run of 6; 1 differ, {name} for one"):

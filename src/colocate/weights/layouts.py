@@ -189,9 +189,18 @@ def weight_part_of(model: nn.Module) -> WeightPart:
     return part
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Layout]] = weakref.WeakKeyDictionary()
-"""The layouts in use, by causal language model. A layout has the model's modules, whose hooks may lead to
-the model: if it were kept here, both would be for ever."""
+class _Found:
+    """A layout that its model keeps, in its `__dict__`, and that goes when the model goes: kept elsewhere it
+    would hold the model for ever, to which its modules' hooks may lead. A copy of the model has none."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def has_layout(model: nn.Module) -> bool:
@@ -203,7 +212,7 @@ def layout_for(model: nn.Module) -> Layout:
     """The layout of a model, which may be inside a PEFT wrapper.
 
     Returns:
-        The very layout that it returned before, while that is current and in use.
+        The very layout that it returned before, while that is current.
 
     Raises:
         ValueError: the native engine cannot run the model exactly; says why and which engine to use.
@@ -221,14 +230,12 @@ def _layout_or_reason(model: nn.Module) -> Layout | str:
     base: Any = causal_lm(model)
     if (reason := _unsupported_options(base)) is not None:
         return reason
-    reference = _known.get(base)
-    known = None if reference is None else reference()
-    if known is None or not known.is_current():
+    found: _Found | None = vars(base).get("_found_layout")
+    if found is None or not found.layout.is_current():
         if (reason := unsupported_adapters(base) or _unexpected_modules(base)) is not None:
             return reason
-        known = _resolved(base)
-        _known[base] = weakref.ref(known)
-    return known
+        found = vars(base)["_found_layout"] = _Found(_resolved(base))
+    return found.layout
 
 
 def _parts(base: Any) -> list[object]:
