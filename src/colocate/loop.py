@@ -50,9 +50,12 @@ class Face(Protocol):
 def train(run: Run, face: Face) -> None:
     """Take the steps of a run."""
     journal, timeline, window = run.journal, run.timeline, run.window
+    has_own_callbacks = any(ranks.of_all_ranks([journal.has_own_callbacks]))
     with StopRequest(run.accelerator) as stop, journal.progress, run.playing.tools_at_work():
         while not is_over(run):
             journal.event("on_step_begin")
+            if has_own_callbacks:
+                publish_changes(run)
             while not window.ready:  # a rollout may feed several steps, and a step may take several rollouts
                 batch = run.selector.next_batch(run.batches)
                 request = run.requests.training(batch)
@@ -71,6 +74,8 @@ def train(run: Run, face: Face) -> None:
             with timeline.phase("publish"):
                 publish(run)
             learn(run, samples, update)
+            if has_own_callbacks:
+                publish_changes(run)
             face.between_steps(stop)
 
 
@@ -121,7 +126,7 @@ def publish(run: Run) -> None:
 
 
 def publish_changes(run: Run) -> None:
-    """Go on from the weights as they are now, if somebody has changed them since the run was built."""
+    """Go on from the weights as they are now, if somebody else has changed them: a callback, or a script."""
     if run.policy.take_changed_parameters():
         publish(run)
 

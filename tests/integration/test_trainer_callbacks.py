@@ -6,9 +6,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from tiny import count_digits, logged, make_trainer, sums
+from tiny import count_digits, logged, make_model, make_trainer, sums, weights_of
 
 
 class Recorder(TrainerCallback):
@@ -242,3 +243,28 @@ def test_tensorboard_event_files(tmp_path, monkeypatch):
         expected = [(e["step"], e[name]) for e in trainer.state.log_history if name in e]
         assert [step for step, _ in recorded] == [step for step, _ in expected]
         assert [value for _, value in recorded] == pytest.approx([value for _, value in expected])
+
+
+class Scaling(TrainerCallback):
+    """Multiplies the weights by two at one event of each step."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._scale)
+
+    def _scale(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_policy_lag": 1, "engine": "native"}, {"num_iterations": 2}])
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_evaluate"])
+def test_what_a_callback_does_to_the_weights_stays(tmp_path, event, options):
+    """Steps at a learning rate of zero round the masters into the weights, and change nothing."""
+    model = make_model().to(torch.bfloat16)
+    before = weights_of(model)
+    options = options | dict(learning_rate=0.0, max_steps=3, eval_strategy="steps", eval_steps=1)
+    trainer = make_trainer(tmp_path, model=model, eval_dataset=sums(1), callbacks=[Scaling(event)], **options)
+    trainer.train()
+    after = weights_of(model)
+    assert all(torch.equal(after[name], 8 * weight) for name, weight in before.items())

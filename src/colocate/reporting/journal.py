@@ -144,6 +144,12 @@ class Journal:
                 "should_training_stop, or train on fewer rows."
             )
 
+    @property
+    def has_own_callbacks(self) -> bool:
+        """Whether there are callbacks of the user's, which may do anything, between steps."""
+        makers = {type(callback).__module__.partition(".")[0] for callback in self.handler.callbacks}
+        return bool(makers - {"transformers", "colocate"})
+
     def note_callbacks(self) -> None:
         """Put the state of callbacks (such as the counter of `EarlyStoppingCallback`) into the trainer's
         state."""
