@@ -12,10 +12,12 @@ from colocate.checkpoints.finite import check_finite_weights
 from colocate.data.splits import TrainDataset
 from colocate.experience import ranks
 from colocate.loop import roll_out
+from colocate.parallel.watch import watched
 from colocate.playing import with_prompts
 from colocate.run import Run
 
 
+@watched(lambda run: "in evaluate()")
 def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[str, float]:
     """Generate for every prompt of a dataset, and log rewards, lengths and the objective of all completions.
 

@@ -18,6 +18,7 @@ from colocate.data.loading import READERS
 from colocate.experience import ranks
 from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.refill import RefillingSelector
+from colocate.parallel.watch import watched
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
@@ -32,6 +33,24 @@ from colocate.weights.weight_parts import sizes_of
 logger = logging.getLogger(__name__)
 
 
+def _splits_weights(run: Run) -> bool:
+    return run.mesh.weight_group is not None
+
+
+@watched(lambda run: "in save_model()", when=_splits_weights)
+def save_model(run: Run, directory: Path) -> None:
+    """Write a directory that `from_pretrained` reads; all ranks must call it if they split the weights.
+
+    Raises:
+        CheckpointError: a file could not be written.
+        FloatingPointError: the weights are not finite.
+    """
+    check_finite_weights(run.policy, run.args, "saved model")
+    with sealed.saving_model(directory):
+        write_model(run, directory)
+
+
+@watched(lambda run: "in push_to_hub()", when=_splits_weights)
 def write_model(run: Run, directory: Path) -> None:
     """Write model, tokenizer and `training_args.bin`; all ranks must call it, and the main process writes."""
     is_main, mesh = run.accelerator.is_main_process, run.mesh
@@ -135,6 +154,7 @@ def _checkpoint_bytes(run: Run) -> dict[str, int]:
     return parts
 
 
+@watched(lambda run: "in save_checkpoint()")
 def save(run: Run) -> Path:
     """Write `output_dir/checkpoint-<step>`, whole or not at all.
 
@@ -164,6 +184,7 @@ def save(run: Run) -> Path:
     return directory
 
 
+@watched(lambda run: "in load_checkpoint()")
 def load(run: Run, directory: Path) -> None:
     """Restore everything that `save` wrote; the caller must publish the weights to the engine.
 

@@ -13,7 +13,6 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from colocate import evaluation, loop, run_checkpoints
 from colocate.build import build_run
 from colocate.checkpoints import hub, sealed
-from colocate.checkpoints.finite import check_finite_weights
 from colocate.checkpoints.interruption import StopRequest
 from colocate.checkpoints.lock import holding_run_lock
 from colocate.config import GRPOConfig
@@ -259,9 +258,7 @@ class GRPOTrainer(TRLNames):
             FloatingPointError: the weights are not finite.
         """
         directory = Path(output_dir or self.args.run_dir)
-        check_finite_weights(self.policy, self.args, "saved model")
-        with sealed.saving_model(directory):
-            run_checkpoints.write_model(self.run, directory)
+        run_checkpoints.save_model(self.run, directory)
         if self.args.push_to_hub and not _internal_call:  # transformers' argument
             self.push_to_hub("Model save")
 

@@ -64,6 +64,22 @@ def test_a_rank_that_raises_is_named_with_its_error(tmp_path):
     assert "in end" in text and "nobody has noticed" not in text  # the traceback's last lines
 
 
+def test_a_rank_that_ends_is_named_by_the_one_that_waits(tmp_path):
+    codes, text = run_ranks("ends", tmp_path)
+    assert codes == [1, 0]
+    check_told(
+        text, "after step 6", "has ended its script, while rank 0 awaits it after step 7: all must call"
+    )
+
+
+def test_who_saves_a_part_alone_is_told_that_all_must_save(tmp_path):
+    codes, text = run_ranks("saves", tmp_path)
+    assert codes == [1, 0]
+    told = r"has ended its script, while rank 0 awaits it in save_model\(\): all must call the same methods"
+    check_told(text, "after step 1", told)
+    assert (tmp_path / "1" / "model.safetensors").exists() and not (tmp_path / "2" / "config.json").exists()
+
+
 def test_a_trainer_whose_collective_breaks_says_why(tmp_path):
     codes, text = run_ranks("trainer", tmp_path)
     assert codes == [1, -9]

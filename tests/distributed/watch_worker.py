@@ -1,4 +1,7 @@
-"""One of two ranks, of which rank 1 comes to an end: `watch_worker.py killed|raises|trainer <directory>`."""
+"""One of two ranks, of which rank 1 comes to an end: `watch_worker.py <how> <directory>`.
+
+<how> is "killed", "raises", "ends", "trainer" or "saves".
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ def end(how: str) -> None:
     threading.Event().wait(2 * watch.BEAT_S)  # what is written less than a beat before is lost
     if how == "raises":
         raise ValueError("rank 1 has found something")
+    if how == "ends":
+        sys.exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -29,9 +34,12 @@ def work(how: str) -> None:
     """Rank 0 waits as if for a collective that does not notice that rank 1 is gone."""
     with watch.watching(60.0, lambda: "after step 6"):
         dist.barrier()  # of a piece of work that both finish
+    if how == "ends" and dist.get_rank() == 1:
+        end(how)
     # torchrun sends SIGTERM to the ranks that are left, and a run takes it for a wish to stop after the step.
     with StopRequest(cast(Any, None)), watch.watching(60.0, lambda: "after step 7"):
-        dist.barrier()
+        if how != "ends":
+            dist.barrier()
         if dist.get_rank() == 1:
             end(how)
         threading.Event().wait(60)
@@ -55,12 +63,29 @@ def train(directory: Path) -> None:
     trainer.train()
 
 
+def save_alone(directory: Path) -> None:
+    """Rank 0 alone saves a model that it has whole, which it may, and then one of which it has a part."""
+    for path in (Path(__file__).parents[1], Path(__file__).parents[1] / "integration"):
+        sys.path.insert(0, str(path))
+    from small_runs import make_trainer
+
+    for parts in (1, 2):
+        options: dict[str, Any] = dict(shard=parts, max_steps=1, save_strategy="no")
+        trainer = make_trainer(directory / str(parts), gradient_accumulation_steps=1, **options)
+        trainer.train()
+        if dist.get_rank() == 0:
+            trainer.save_model()
+    print("the last words of rank 1", file=sys.stderr)
+
+
 def main() -> None:
     how, directory = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     watch.GRACE_S = 2.0
     if how == "trainer":
         train(directory)
+    elif how == "saves":
+        save_alone(directory)
     else:
         dist.init_process_group("gloo")
         work(how)

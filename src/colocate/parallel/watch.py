@@ -6,6 +6,7 @@ life into the store that the ranks have met at (MASTER_ADDR, MASTER_PORT), and r
 
     rank 1 is killed    a rank of its host finds the process gone, and writes that down for other hosts
     rank 1 raises       it writes its error down; the others have `GRACE_S` to raise the same error
+    rank 1 ends         it writes that down, and whoever is in work that it has not done misses it
     its host is gone    it is silent for `ddp_timeout`
 
 The thread ends its process with `os._exit`, since nothing else ends one that waits inside a collective. It
@@ -75,6 +76,8 @@ class Sign:
     """How far the rank has come, as in "after step 12"."""
     lines: list[str] = field(default_factory=list)
     """The last lines on stderr, or of the error."""
+    ended: bool = False
+    """Whether the script has ended by itself."""
 
     @property
     def name(self) -> str:
@@ -128,12 +131,17 @@ class Watch:
     def work(self, progress: Callable[[], str]) -> Iterator[None]:
         """Shared work: if another rank is lost before it has finished this piece, this process ends.
 
+        Work within other work is part of it.
+
         Args:
             progress: how far the work has come, as in "after step 12".
 
         Raises:
             PeerError: the work has failed here because another rank had failed or died before.
         """
+        if self._is_at_work:
+            yield
+            return
         with self._lock:
             self._number += 1
             self._is_at_work, self._progress = True, progress
@@ -252,6 +260,11 @@ class Watch:
                 first_s = self._first_seen_s.setdefault((rank, sign.failed), time.monotonic())
                 if at_once or time.monotonic() - first_s > GRACE_S:
                     losses.append((sign.order, Loss(rank, _obituary(sign, f"has failed: {sign.error}"))))
+            elif sign.ended:
+                text = (
+                    f"has ended its script, while rank {self._sign.rank} awaits it {self._sign.at}: all must "
+                )
+                losses.append((0, Loss(rank, _obituary(sign, f"{text}call the same methods of the trainer"))))
             elif sign.is_gone(self._sign.place):
                 text = "has died: its process was killed or has crashed"
                 losses.append((0, Loss(rank, _obituary(sign, text))))
@@ -289,7 +302,7 @@ class Watch:
     def _end(self) -> None:
         self._stop.set()
         self._thread.join(2 * BEAT_S)
-        self._tell()
+        self._tell(ended=True)
 
 
 def _obituary(sign: Sign, what: str) -> str:
@@ -348,18 +361,23 @@ def _watch_of_process(silence_s: float, environment: Mapping[str, str]) -> Watch
     return _watch
 
 
-def watched(progress: Callable[[Any], str]) -> Callable[[Work], Work]:
+def watched(
+    progress: Callable[[Any], str], *, when: Callable[[Any], bool] = lambda first: True
+) -> Callable[[Work], Work]:
     """Decorate work that all ranks do together (`watching`).
 
-    The first argument of the work is the run's configuration, or a trainer, which has it as `args`.
+    The first argument of the work is the run's configuration, or a trainer or run, which has it as `args`.
 
     Args:
         progress: says of the first argument how far the work has come.
+        when: says of the first argument whether all ranks must do it; otherwise one may do it alone.
     """
 
     def decorate(work: Work) -> Work:
         @functools.wraps(work)
         def watched_work(first: Any, *rest: Any, **named: Any) -> Any:
+            if not when(first):
+                return work(first, *rest, **named)
             with watching(getattr(first, "args", first).ddp_timeout, lambda: progress(first)):
                 return work(first, *rest, **named)
 
