@@ -28,6 +28,7 @@ from small_runs import ends_with_the_first_step, make_model, make_trainer, share
 
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
+from colocate.parallel.mesh import Mesh
 from colocate.policy.policy import Policy
 from colocate.weights.weight_parts import whole_tensor
 
@@ -191,6 +192,8 @@ def end_with_the_best(trainer: Any, directory: Path) -> None:
         best = build(directory, f"best{parts}", 2, model=model, shard=parts, **ends_with_the_first_step())
         best.train()
         best.save_model()
+        # Groups stay until the process ends, so each trainer's own would add up.
+        assert best.run.mesh is Mesh.of("cpu", parts)
 
 
 def go_on_from_one(trainer: Any, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,6 +212,6 @@ def test_episodes_of_several_turns_need_a_process_that_decodes_alone(num_parts, 
 
 @pytest.mark.parametrize(("num_parts", "decode_shard"), [(1, 2), (4, 3), (2, 4)])
 def test_decode_shard_divides_the_parts_of_the_weights(num_parts, decode_shard):
-    mesh = SimpleNamespace(num_weight_parts=num_parts)
+    mesh = Mock(num_weight_parts=num_parts)
     with pytest.raises(ValueError, match=f"decode_shard={decode_shard} lets .* split over {num_parts}"):
         DecodeMesh.of(mesh, decode_shard)

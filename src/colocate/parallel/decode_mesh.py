@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,8 +37,9 @@ class DecodeMesh:
     """All ranks that share one copy of the weights."""
 
     @classmethod
+    @cache
     def of(cls, mesh: Mesh, num_parts: int) -> DecodeMesh:
-        """The ranks of `mesh` with t' = `num_parts`, less than t.
+        """The ranks of `mesh` with t' = `num_parts`, less than t; made once.
 
         Every rank must call it with the same argument.
 

@@ -13,23 +13,26 @@ arXiv:1910.02054: t = 1 is stage 2, and t = N stage 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mesh:
-    """The ranks that share one copy of the weights, and those that hold the same part of it."""
+    """The ranks that share one copy of the weights, and those that hold the same part of it.
+
+    Each mesh has process groups, which take memory until the process ends, so runs share one (`Mesh.of`).
+    """
 
     device_mesh: DeviceMesh | None
     """[replicas N / t, parts t], named "replica" and "weight"; None: there is one rank."""
 
     @classmethod
     def of(cls, device_type: str, num_weight_parts: int = 1) -> Mesh:
-        """The mesh of all ranks of the process group, with t = `num_weight_parts`.
+        """The mesh of all ranks of the process group, with t = `num_weight_parts`; made once.
 
         Every rank must call it with the same arguments.
 
@@ -45,7 +48,12 @@ class Mesh:
             )
         if num_ranks == 1:
             return cls(None)
-        shape = num_ranks // num_weight_parts, num_weight_parts
+        return cls._once(dist.group.WORLD, device_type, num_ranks // num_weight_parts, num_weight_parts)
+
+    @classmethod
+    @cache
+    def _once(cls, world: ProcessGroup | None, device_type: str, *shape: int) -> Mesh:
+        """A mesh of the ranks of `world`, which a process may leave to meet others."""
         return cls(init_device_mesh(device_type, shape, mesh_dim_names=("replica", "weight")))
 
     @property
