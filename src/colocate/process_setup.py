@@ -49,4 +49,6 @@ def set_up_process(args: GRPOConfig) -> Accelerator:
             f"The script has made an Accelerator for {accelerator.distributed_type.value}, and colocate "
             "splits model and optimizer itself (shard). Remove that Accelerator."
         )
+    # All accelerators share one state, which whoever makes another configuration empties.
+    accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator

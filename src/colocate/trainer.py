@@ -21,7 +21,7 @@ from colocate.experience.slices import SliceRows
 from colocate.parallel.watch import watched
 from colocate.playing import playing_of
 from colocate.run_header import header_rows
-from colocate.trainer_arguments import check_arguments, check_reward_source, config_or_default
+from colocate.trainer_arguments import check_arguments, check_modes, check_reward_source, config_or_default
 from colocate.trl_names import TRLNames
 
 
@@ -191,6 +191,7 @@ class GRPOTrainer(TRLNames):
         Returns:
             The time now in seconds, and the optimizer steps that were taken before.
         """
+        check_modes(self.args.device.type)
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
         directory = sealed.find(own if given is None else given, self.args.run_dir)
         self.journal.introduce(header_rows(self.run), resumes=directory is not None)

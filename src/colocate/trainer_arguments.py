@@ -60,8 +60,14 @@ def check_arguments(
 
     Raises:
         TypeError: an argument has a type that `GRPOTrainer` does not take; the message says what it takes.
+        ValueError: the trainer is made in `torch.inference_mode`.
         ImportError: a tracker in `report_to` is not installed.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "The trainer was made within torch.inference_mode(), whose tensors cannot be trained. Make it "
+            "outside."
+        )
     _check_model(model)
     _check_reward_funcs([] if reward_funcs is None else reward_funcs)
     check_installed(report_to)
@@ -80,6 +86,24 @@ def check_arguments(
     _check_callbacks(callbacks)
     _check_optimizers(optimizers)
     _check_peft_config(peft_config)
+
+
+def check_modes(device_type: str) -> None:
+    """Refuse modes of PyTorch that a script has set around `train`, and that would reach into it.
+
+    Raises:
+        ValueError: gradients are off, or operations would choose the types of their results.
+    """
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "train() was called within torch.no_grad() or torch.inference_mode(), where nothing gets a "
+            "gradient. Call it outside."
+        )
+    if torch.is_autocast_enabled(device_type):
+        raise ValueError(
+            "train() was called within torch.autocast, but computes everything in the type of the weights. "
+            "Call it outside, with bf16=True for bfloat16."
+        )
 
 
 def check_reward_columns(

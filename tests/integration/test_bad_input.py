@@ -64,6 +64,19 @@ def test_dataset_smaller_than_a_batch(tmp_path):
         make_trainer(tmp_path, train_dataset=make_dataset(2), generation_batch_size=12)
 
 
+def test_modes_that_a_script_has_set(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, refused("within torch.no_grad()", "Call it outside"):
+            trainer.train()
+    with torch.autocast("cpu", torch.bfloat16), refused("within torch.autocast", "Call it outside"):
+        trainer.train()
+    with torch.inference_mode(), refused("made within torch.inference_mode()"):
+        make_trainer(tmp_path)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert trainer.train().global_step == 1
+
+
 def test_unknown_option(tmp_path):
     with pytest.raises(TypeError, match="learning_rat"):
         GRPOConfig(output_dir=str(tmp_path), learning_rat=1e-5)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_model, make_trainer, read_metrics
+from small_runs import make_dataset, make_model, make_trainer, read_metrics
 from torch import nn
+from transformers import TrainingArguments
+
+from colocate import GRPOConfig
 
 STEPS = dict(max_steps=2, save_strategy="no", per_device_train_batch_size=4, gradient_accumulation_steps=1)
 
@@ -61,6 +64,16 @@ def test_weights_that_were_changed_before_training_are_what_is_trained(tmp_path,
     assert_trained_as(
         tmp_path / "changed", model, (read_metrics(tmp_path / "alone"), list(other.parameters()))
     )
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, TrainingArguments])
+def test_a_configuration_that_is_made_meanwhile_changes_nothing(tmp_path, kind):
+    trainer = make_trainer(tmp_path / "first", model=bf16_model(), eval_dataset=make_dataset(4), **STEPS)
+    assert kind(output_dir=str(tmp_path / "second"), use_cpu=True).world_size == 1
+    trainer.evaluate()
+    trainer.train()
+    trainer.save_model()
+    assert len(read_metrics(tmp_path / "first")) == 2
 
 
 def test_what_a_trainer_held_is_freed_with_it(tmp_path):
