@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import evaluation, loop, run_checkpoints
+from colocate import evaluation, loop, run_checkpoints, trainer_arguments
 from colocate.build import build_run
 from colocate.checkpoints import hub, sealed
 from colocate.checkpoints.interruption import StopRequest
@@ -21,7 +21,6 @@ from colocate.experience.slices import SliceRows
 from colocate.parallel.watch import watched
 from colocate.playing import playing_of
 from colocate.run_header import header_rows
-from colocate.trainer_arguments import check_arguments, check_modes, check_reward_source, config_or_default
 from colocate.trl_names import TRLNames
 
 
@@ -68,10 +67,10 @@ class GRPOTrainer(TRLNames):
         environment_factory: Any = None,
         agent: Any = None,
     ) -> None:
-        check_reward_source(reward_funcs, environment_factory)
-        args = config_or_default(args, model)
+        trainer_arguments.check_reward_source(reward_funcs, environment_factory)
+        args = trainer_arguments.config_or_default(args, model)
         sealed.check_writable(args.run_dir)
-        check_arguments(
+        trainer_arguments.check_arguments(
             model=model,
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,
@@ -101,7 +100,7 @@ class GRPOTrainer(TRLNames):
         self.args, self.model, self.processing_class = args, self.run.model, self.run.tokenizer
         self.train_dataset, self.eval_dataset = self.run.train_dataset, self.run.eval_dataset
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
-        self._slice_rows = SliceRows(self.run.window)
+        self._slice_rows, self._made_with = SliceRows(self.run.window), trainer_arguments.texts_of(args)
 
     @watched(lambda trainer: f"after step {trainer.state.global_step}")
     @holding_run_lock
@@ -191,7 +190,8 @@ class GRPOTrainer(TRLNames):
         Returns:
             The time now in seconds, and the optimizer steps that were taken before.
         """
-        check_modes(self.args.device.type)
+        trainer_arguments.check_modes(self.args.device.type)
+        trainer_arguments.check_unchanged(self.args, self._made_with)
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
         directory = sealed.find(own if given is None else given, self.args.run_dir)
         self.journal.introduce(header_rows(self.run), resumes=directory is not None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,6 +104,30 @@ def check_modes(device_type: str) -> None:
         raise ValueError(
             "train() was called within torch.autocast, but computes everything in the type of the weights. "
             "Call it outside, with bf16=True for bfloat16."
+        )
+
+
+def texts_of(args: GRPOConfig) -> dict[str, str]:
+    """What each option is set to, as text."""
+    return {field.name: repr(getattr(args, field.name)) for field in fields(args)}
+
+
+def check_unchanged(args: GRPOConfig, before: Mapping[str, str]) -> None:
+    """Refuse options that were set after the trainer was made, of which its parts would know nothing.
+
+    Args:
+        before: `texts_of(args)` when it was made.
+
+    Raises:
+        ValueError: some have been set; names them.
+    """
+    changed = [
+        f"{name} from {before[name]} to {now}" for name, now in texts_of(args).items() if now != before[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"trainer.args was changed after the trainer was made: {', '.join(changed)}. Set it in the "
+            "GRPOConfig that the trainer is made with."
         )
 
 

@@ -76,6 +76,19 @@ def test_a_configuration_that_is_made_meanwhile_changes_nothing(tmp_path, kind):
     assert len(read_metrics(tmp_path / "first")) == 2
 
 
+def test_options_that_are_set_too_late_are_refused(tmp_path):
+    """transformers' trainer reads some of them when it begins to train; here its parts are made with them."""
+    trainer = make_trainer(tmp_path, **STEPS)
+    trainer.args.learning_rate, trainer.args.num_generations = 0.5, 2
+    with pytest.raises(
+        ValueError, match=r"learning_rate from .* to 0.5, num_generations from 4 to 2. Set it in"
+    ):
+        trainer.train()
+    trainer = make_trainer(tmp_path, **STEPS)
+    trainer.args.learning_rate = trainer.args.learning_rate
+    assert trainer.train().global_step == 2
+
+
 def test_what_a_trainer_held_is_freed_with_it(tmp_path):
     trainer = make_trainer(tmp_path, model=bf16_model(), **STEPS)
     trainer.train()
