@@ -97,9 +97,7 @@ class GRPOTrainer(TRLNames):
             playing=playing_of(tools, environment_factory, rollout_func, agent, args, self),
         )
         """The parts of the run; before `train`, `dataclasses.replace` can put another part in."""
-        self.args, self.model, self.processing_class = args, self.run.model, self.run.tokenizer
-        self.train_dataset, self.eval_dataset = self.run.train_dataset, self.run.eval_dataset
-        self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
+        self.eval_dataset = self.run.eval_dataset
         self._slice_rows, self._made_with = SliceRows(self.run.window), trainer_arguments.texts_of(args)
 
     @watched(lambda trainer: f"after step {trainer.state.global_step}")

@@ -6,11 +6,14 @@ This file has names only: each returns what another part of the run knows. The l
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import datasets
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 
@@ -101,30 +104,39 @@ class Part:
     """An attribute of the trainer that returns a part of its run.
 
     It cannot be set: the run's other parts were made with the part that there is.
+
+    Args:
+        path: what it is called in the run; None: as in the trainer.
     """
 
+    def __init__(self, path: str | None = None) -> None:
+        self._path = path
+
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-        self.__doc__ = f"`run.{name}`."
+        self._name, self._path = name, self._path or name
+        self.__doc__ = f"`run.{self._path}`."
 
     def __get__(self, trainer: TRLNames | None, owner: type) -> Any:
-        return self if trainer is None else getattr(trainer.run, self._name)
+        return self if trainer is None else attrgetter(str(self._path))(trainer.run)
 
     def __set__(self, trainer: TRLNames, value: Any) -> None:
         raise AttributeError(
             f"Another {self._name} comes too late: the run's other parts were made with the one there is. "
-            "colocate.build makes them."
+            "Make a new trainer, or before train() a new run: dataclasses.replace(trainer.run, ...)."
         )
 
 
 class TRLNames:
     """The attributes and methods of `GRPOTrainer` that scripts written for TRL use."""
 
-    args: GRPOConfig
-    model: Any
-    train_dataset: TrainDataset
     eval_dataset: EvalDataset | None
     run: Run
+    args: GRPOConfig = Part()  # type: ignore[assignment]
+    model: Any = Part()
+    processing_class: Any = Part("tokenizer")
+    train_dataset: TrainDataset = Part()  # type: ignore[assignment]
+    optimizer: Optimizer = Part("policy.optimizer.optimizer")  # type: ignore[assignment]
+    lr_scheduler: LRScheduler = Part("policy.optimizer.scheduler")  # type: ignore[assignment]
     engine: RolloutEngine = Part()  # type: ignore[assignment]
     policy: Policy = Part()  # type: ignore[assignment]
     journal: Journal = Part()  # type: ignore[assignment]
