@@ -44,6 +44,15 @@ def wait_for_end(mark: str, seconds: float = 60) -> list[int]:
     return left
 
 
+def wait_for_number(mark: str, number: int, seconds: float = 30) -> list[int]:
+    """The processes with a mark once there are so many of them, or after so long. A process that has just
+    begun shows none of its variables until it runs its program."""
+    end_s = time.monotonic() + seconds
+    while len(found := marked(mark)) != number and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return found
+
+
 def marked(mark: str) -> list[int]:
     """Other processes that have inherited a variable with this value, and are not dead."""
     found = []

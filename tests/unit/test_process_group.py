@@ -16,7 +16,7 @@ import pytest
 from colocate.parallel import process_group
 from colocate.parallel.process_group import ProcessGroup
 from processes import SOURCE
-from ray_homes import marked, wait_for_end
+from ray_homes import marked, wait_for_end, wait_for_number
 
 FAMILY = ["sh", "-c", "trap '' HUP TERM; sleep 1000 & echo begun; exec sleep 1000"]
 """A process with a child, which a hang-up does not end."""
@@ -44,7 +44,7 @@ time.sleep(1000)
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "MARK": mark}
     starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
     assert starter.stdout is not None and starter.stdout.readline() == b"begun\n"
-    assert len(marked(mark)) == 4, "the starter, the command, its child, and the guard"
+    assert len(wait_for_number(mark, 4)) == 4, "the starter, the command, its child, and the guard"
     starter.send_signal(number)
     assert starter.wait() == -number
     starter.stdout.close()
@@ -56,7 +56,7 @@ def test_the_command_has_its_own_words_files_and_exit_code_and_nothing_of_it_is_
     group = ProcessGroup(words, stdout=subprocess.PIPE, cwd=tmp_path, env=environment)
     out, _ = group.communicate()  # the guard does not keep the pipe open
     assert (out.decode(), group.returncode) == (f"-c a b {tmp_path}\n", 7)
-    assert len(marked(mark)) == 1, "the guard"
+    assert len(wait_for_number(mark, 1)) == 1, "the guard"
     group.kill()
 
 
@@ -105,7 +105,7 @@ def test_a_signal_for_the_whole_group_leaves_the_guard(seconds, mark, monkeypatc
     monkeypatch.setattr(process_group, "__file__", str(late))
     group = ProcessGroup(FAMILY, stdout=subprocess.PIPE, env=os.environ | {"MARK": mark})
     assert group.stdout is not None and group.stdout.readline() == b"begun\n"
-    before = sorted(marked(mark))
+    before = sorted(wait_for_number(mark, 3))
     os.killpg(group.pid, signal.SIGTERM)
     time.sleep(seconds + 0.2)  # for a guard that would end
     assert sorted(marked(mark)) == before and len(before) == 3

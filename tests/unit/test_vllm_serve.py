@@ -28,7 +28,7 @@ from colocate.parallel.ports import free_port
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
 from processes import SOURCE
-from ray_homes import marked, wait_for_end
+from ray_homes import wait_for_end, wait_for_number
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ main(["vllm-serve", "some/model", "--port", "{free_port()}"])
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}) as server:
         assert server.stdout is not None and b"is ready at" in server.stdout.readline()
-        assert len(marked(mark)) == 3, "the command, vLLM, and what watches over it"
+        assert len(wait_for_number(mark, 3)) == 3, "the command, vLLM, and what watches over it"
         server.kill()
     assert wait_for_end(mark) == []
 
