@@ -28,7 +28,7 @@ from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
 from colocate.option_names import TWINS, resolve
-from colocate.option_values import coerce, types_of
+from colocate.option_values import coerce, nearest, types_of
 from colocate.options import (
     CHOICES,
     MAY_BE_INFINITE,
@@ -407,9 +407,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         notices += check_support(self) + resolve_correction(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        for name, choices in (CHOICES | choices_of(GRPOConfig)).items():
-            if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), choices)
+        self._check_choices()
         check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
         self.pad_to_multiple_of = None
         self.dataloader_prefetch_factor = None  # transformers refuses it without workers
@@ -438,7 +436,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
         self._resolve_generation_kwargs()
         notices += self._check_best(is_metric_given)
-        derive_batch_sizes(self)
         self.validate()
         if self.process_index == 0:
             for notice in (*notices, *self.unusual_pairs()):
@@ -446,8 +443,13 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in TWINS and hasattr(self, "_launch_dir"):  # scripts set what they have not parsed
+        if name.startswith("_") or not hasattr(self, "_launch_dir"):
+            return
+        if name in TWINS:  # scripts set what they have not parsed
             super().__setattr__(TWINS[name], value)
+        names = self.__dataclass_fields__
+        if name not in names and not hasattr(type(self), name) and (meant := nearest(name, names)):
+            logger.warning(f"{name} is not an option, and nothing will read it{meant}")
 
     def _check_best(self, is_metric_given: bool) -> list[str]:
         """Check the options that keep the best checkpoint, beyond transformers' checks; returns notices.
@@ -499,12 +501,20 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         for name, value in read_generation_kwargs(self.generation_kwargs, self.engine).items():
             setattr(self, name, coerce(name, value, hints[name]))
 
+    def _check_choices(self) -> None:
+        for name, choices in (CHOICES | choices_of(GRPOConfig)).items():
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), choices)
+
     def validate(self) -> None:
-        """Check values and combinations.
+        """Derive the batch sizes, and check values and combinations: again when a trainer is made, since
+        scripts set options.
 
         Raises:
             ValueError: with the option, its value and what to set.
         """
+        self._check_choices()
+        derive_batch_sizes(self)
         for name, requirement in (RANGES | ranges_of(GRPOConfig)).items():
             check_range(name, getattr(self, name), requirement)
         if self.num_train_epochs <= 0 and self.max_steps <= 0:

@@ -33,6 +33,7 @@ def config_or_default(args: Any, model: Any) -> GRPOConfig:
 
     Raises:
         TypeError: `args` is not colocate's `GRPOConfig` (TRL's own is not, either).
+        ValueError: options that were set after it was made cannot be what they are.
     """
     if args is None:
         _check_model(model)
@@ -41,6 +42,7 @@ def config_or_default(args: Any, model: Any) -> GRPOConfig:
     if not isinstance(args, GRPOConfig):
         kind = f"{type(args).__module__}.{type(args).__qualname__}"
         raise TypeError(f"args must be a GRPOConfig of colocate, not {kind}: from colocate import GRPOConfig")
+    args.validate()
     return args
 
 

@@ -86,9 +86,7 @@ def test_options_that_are_set_too_late_are_refused(tmp_path):
         trainer.train()
     trainer = make_trainer(tmp_path, **STEPS)
     for name in ("args", "model", "train_dataset", "processing_class", "optimizer", "lr_scheduler", "engine"):
-        with pytest.raises(
-            AttributeError, match=f"Another {name} comes too late.* Make a new trainer"
-        ):
+        with pytest.raises(AttributeError, match=f"Another {name} comes too late.* Make a new trainer"):
             setattr(trainer, name, getattr(trainer, name))
     trainer.args.learning_rate = trainer.args.learning_rate
     assert trainer.train().global_step == 2

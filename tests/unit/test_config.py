@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate import launchers
+from colocate import GRPOTrainer, launchers
 from colocate.config import GRPOConfig
 from colocate.option_names import ALIASES, OF_TRL
 from colocate.option_values import coerce, shown, types_of
@@ -537,3 +537,55 @@ def test_epochs_that_nobody_reads_are_not_judged(make):
 def test_a_huge_batch_that_holds_no_whole_groups_is_refused_at_once(make):
     with pytest.raises(ValueError, match="not a whole number of groups"):
         make(per_device_train_batch_size=2**31 - 1)
+
+
+# ── Options that a script sets afterwards ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("made_with", "then_set", "sizes"),
+    [
+        ({}, {"per_device_train_batch_size": 16}, (32, 2)),
+        ({}, {"gradient_accumulation_steps": 3}, (24, 3)),
+        ({}, {"generation_batch_size": 32}, (32, 4)),
+        ({}, {"steps_per_generation": 4}, (32, 4)),
+        ({"generation_batch_size": 16}, {"per_device_train_batch_size": 16}, (16, 1)),
+        ({"generation_batch_size": 16}, {"gradient_accumulation_steps": 3}, (16, 2)),
+        ({"steps_per_generation": 4}, {"gradient_accumulation_steps": 3}, (32, 4)),
+        ({"steps_per_generation": 4}, {"per_device_train_batch_size": 4}, (16, 4)),
+    ],
+)
+def test_batch_sizes_are_those_of_the_options_at_last(made_with, then_set, sizes, make):
+    """They are those of a configuration that was made with all of them at once."""
+    base = dict(per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4)
+    args = make(**base, **made_with)
+    for name, value in then_set.items():
+        setattr(args, name, value)
+    for _ in range(2):
+        args.validate()
+        assert (args.generation_batch_size, args.steps_per_generation) == sizes
+    at_once = make(**base | made_with | then_set)
+    assert (at_once.generation_batch_size, at_once.steps_per_generation) == sizes
+
+
+def test_what_is_set_afterwards_is_checked_when_a_trainer_is_made(make):
+    for name, value, message in (
+        ("num_generations", 3, "whole number of groups of num_generations=3"),
+        ("generation_batch_size", 12, "is not a multiple of"),
+        ("temperature", -1.0, "must be positive"),
+        ("engine", "vlm", "Did you mean 'vllm'"),
+    ):
+        args = make(per_device_train_batch_size=8)
+        setattr(args, name, value)
+        with pytest.raises(ValueError, match=message):
+            GRPOTrainer("a model that is not loaded", args=args, reward_funcs=len)
+
+
+def test_an_option_misspelt_in_an_assignment_is_told(make, caplog):
+    args = make()
+    args.note_of_my_own = args._private = args.learning_rate = 1.0
+    assert not caplog.messages
+    args.learning_rat = 2.0
+    assert caplog.messages == [
+        "learning_rat is not an option, and nothing will read it; did you mean 'learning_rate'?"
+    ]
