@@ -190,6 +190,7 @@ class GRPOTrainer(TRLNames):
         """
         trainer_arguments.check_modes(self.args.device.type)
         trainer_arguments.check_unchanged(self.args, self._made_with)
+        self.policy.optimizer.check_trained(self.model)
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
         directory = sealed.find(own if given is None else given, self.args.run_dir)
         self.journal.introduce(header_rows(self.run), resumes=directory is not None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_runs import make_dataset, make_model, make_trainer, read_metrics
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from colocate import GRPOConfig
 
@@ -90,6 +90,28 @@ def test_options_that_are_set_too_late_are_refused(tmp_path):
             setattr(trainer, name, getattr(trainer, name))
     trainer.args.learning_rate = trainer.args.learning_rate
     assert trainer.train().global_step == 2
+
+
+class Freezing(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.model.norm.requires_grad_(False)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_is_frozen_or_not_too_late_is_refused(tmp_path, is_trained):
+    model = bf16_model()
+    model.model.norm.requires_grad_(not is_trained)
+    trainer = make_trainer(tmp_path, model=model, **STEPS)
+    model.model.norm.requires_grad_(is_trained)
+    with pytest.raises(
+        ValueError, match=r"requires_grad was changed .* 1 parameters, model.norm.weight for one"
+    ):
+        trainer.train()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    trainer = make_trainer(tmp_path, model=bf16_model(), callbacks=[Freezing], **STEPS)
+    with pytest.raises(ValueError, match=r"requires_grad was changed .* model.norm.weight for one"):
+        trainer.train()
+    assert len(read_metrics(tmp_path)) == 1
 
 
 def test_what_a_trainer_held_is_freed_with_it(tmp_path):

@@ -158,6 +158,19 @@ class PolicyOptimizer:
         reduced = sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
         return reduced + sum(gradient.nbytes for gradient in self._gradients.values())
 
+    def check_trained(self, model: nn.Module) -> None:
+        """Check that the model's trainable parameters are those that are optimized.
+
+        Raises:
+            ValueError: some were frozen since, or are trainable by now; names one.
+        """
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if changed := sorted(trained ^ self._parameters.keys()):
+            raise ValueError(
+                f"requires_grad was changed after the trainer was made: of {len(changed)} parameters, "
+                f"{changed[0]} for one. Freeze and unfreeze them before, or make another trainer."
+            )
+
     @contextlib.contextmanager
     def collecting_gradients(self) -> Iterator[None]:
         """Within the block, the gradients that backward makes go to where they add up in float32.

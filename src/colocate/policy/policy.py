@@ -347,6 +347,7 @@ class Policy:
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of all micro-batches of a step of `size` sequences: loss, metrics,
         log-probabilities by sample."""
+        self.optimizer.check_trained(self.model)
         self.model.train()
         # An attempt that ran out of memory leaves gradients and activations behind.
         self.optimizer.zero_grad()
