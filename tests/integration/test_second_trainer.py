@@ -97,19 +97,27 @@ class Freezing(TrainerCallback):
         model.model.norm.requires_grad_(False)
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_what_is_frozen_or_not_too_late_is_refused(tmp_path, is_trained):
+@pytest.mark.parametrize("change", ["freeze", "unfreeze", "replace"])
+def test_parameters_that_change_too_late_are_refused(tmp_path, change):
     model = bf16_model()
-    model.model.norm.requires_grad_(not is_trained)
+    model.model.norm.requires_grad_(change != "unfreeze")
     trainer = make_trainer(tmp_path, model=model, **STEPS)
-    model.model.norm.requires_grad_(is_trained)
+    if change == "replace":
+        model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+    model.model.norm.requires_grad_(change != "freeze")
     with pytest.raises(
-        ValueError, match=r"requires_grad was changed .* 1 parameters, model.norm.weight for one"
+        ValueError, match=r"1 were frozen, unfrozen or replaced since, model\.norm\.weight for one"
     ):
         trainer.train()
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_parameters_that_a_callback_freezes_are_refused(tmp_path):
+    """An optimizer's momentum would go on to move them."""
     trainer = make_trainer(tmp_path, model=bf16_model(), callbacks=[Freezing], **STEPS)
-    with pytest.raises(ValueError, match=r"requires_grad was changed .* model.norm.weight for one"):
+    with pytest.raises(
+        ValueError, match=r"1 were frozen, unfrozen or replaced since, model\.norm\.weight for one"
+    ):
         trainer.train()
     assert len(read_metrics(tmp_path)) == 1
 

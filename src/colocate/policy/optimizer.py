@@ -162,13 +162,18 @@ class PolicyOptimizer:
         """Check that the model's trainable parameters are those that are optimized.
 
         Raises:
-            ValueError: some were frozen since, or are trainable by now; names one.
+            ValueError: some were frozen, unfrozen or replaced since; names one.
         """
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if changed := sorted(trained ^ self._parameters.keys()):
+        trained, before = (
+            {name: p for name, p in model.named_parameters() if p.requires_grad},
+            self._parameters,
+        )
+        names = sorted(trained.keys() | before.keys())
+        if changed := [name for name in names if trained.get(name) is not before.get(name)]:
             raise ValueError(
-                f"requires_grad was changed after the trainer was made: of {len(changed)} parameters, "
-                f"{changed[0]} for one. Freeze and unfreeze them before, or make another trainer."
+                "The model's trainable parameters are not those that the trainer was made with: "
+                f"{len(changed)} were frozen, unfrozen or replaced since, {changed[0]} for one. Change the "
+                "model before, or make another trainer."
             )
 
     @contextlib.contextmanager
