@@ -109,12 +109,13 @@ def check_modes(device_type: str) -> None:
         )
 
 
-def texts_of(args: GRPOConfig) -> dict[str, str]:
-    """What each option is set to, as text."""
-    return {field.name: repr(getattr(args, field.name)) for field in fields(args)}
+def texts_of(args: GRPOConfig) -> dict[str, tuple[str, str]]:
+    """What each option is set to: its `repr`, and what may be shown of it."""
+    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    return {name: (repr(value), shown(value, name)) for name, value in values.items()}
 
 
-def check_unchanged(args: GRPOConfig, before: Mapping[str, str]) -> None:
+def check_unchanged(args: GRPOConfig, before: Mapping[str, tuple[str, str]]) -> None:
     """Refuse options that were set after the trainer was made, of which its parts would know nothing.
 
     Args:
@@ -124,7 +125,9 @@ def check_unchanged(args: GRPOConfig, before: Mapping[str, str]) -> None:
         ValueError: some have been set; names them.
     """
     changed = [
-        f"{name} from {before[name]} to {now}" for name, now in texts_of(args).items() if now != before[name]
+        f"{name} from {before[name][1]} to {now[1]}"
+        for name, now in texts_of(args).items()
+        if now[0] != before[name][0]
     ]
     if changed:
         raise ValueError(

@@ -84,6 +84,11 @@ def test_options_that_are_set_too_late_are_refused(tmp_path):
         ValueError, match=r"learning_rate from .* to 0.5, num_generations from 4 to 2. Set it in"
     ):
         trainer.train()
+    trainer = make_trainer(tmp_path, hub_token="a secret of before", **STEPS)
+    trainer.args.hub_token = "a secret"
+    with pytest.raises(ValueError, match="hub_token from '<HUB_TOKEN>' to '<HUB_TOKEN>'") as error:
+        trainer.train()
+    assert "secret" not in str(error.value)
     trainer = make_trainer(tmp_path, **STEPS)
     for name in ("args", "model", "train_dataset", "processing_class", "optimizer", "lr_scheduler", "engine"):
         with pytest.raises(AttributeError, match=f"Another {name} comes too late.* Make a new trainer"):
