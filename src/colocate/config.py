@@ -442,13 +442,13 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
                 logger.warning(notice)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_new = name not in vars(self) and not hasattr(type(self), name)
         super().__setattr__(name, value)
         if name.startswith("_") or not hasattr(self, "_launch_dir"):
             return
         if name in TWINS:  # scripts set what they have not parsed
             super().__setattr__(TWINS[name], value)
-        names = self.__dataclass_fields__
-        if name not in names and not hasattr(type(self), name) and (meant := nearest(name, names)):
+        if is_new and (meant := nearest(name, self.__dataclass_fields__)):
             logger.warning(f"{name} is not an option, and nothing will read it{meant}")
 
     def _check_best(self, is_metric_given: bool) -> list[str]:

@@ -584,6 +584,7 @@ def test_what_is_set_afterwards_is_checked_when_a_trainer_is_made(make):
 def test_an_option_misspelt_in_an_assignment_is_told(make, caplog):
     args = make()
     args.note_of_my_own = args._private = args.learning_rate = 1.0
+    args.without_secrets()  # which sets, in a copy, also what transformers has added
     assert not caplog.messages
     args.learning_rat = 2.0
     assert caplog.messages == [
