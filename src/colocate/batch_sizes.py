@@ -5,24 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-_SIZES = ("generation_batch_size", "steps_per_generation")
-
 
 def derive_batch_sizes(config: Any) -> None:
     """Set `generation_batch_size` and `steps_per_generation`, one from the other, by TRL's rule: a
-    rollout feeds `steps_per_generation` micro-steps of every rank.
-
-    What it has set itself it sets anew when it is called again, after a script has set other options.
-    """
-    for name, (given, derived) in getattr(config, "_batch_sizes", {}).items():
-        if getattr(config, name) == derived:
-            setattr(config, name, given)
-    given = {name: getattr(config, name) for name in _SIZES}
-    _derive(config)
-    config._batch_sizes = {name: (given[name], getattr(config, name)) for name in _SIZES}
-
-
-def _derive(config: Any) -> None:
+    rollout feeds `steps_per_generation` micro-steps of every rank."""
     micro_step = config.per_device_train_batch_size * config.world_size
     arithmetic = (
         f"per_device_train_batch_size × ranks = {config.per_device_train_batch_size} × {config.world_size}"

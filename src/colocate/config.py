@@ -27,7 +27,7 @@ from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
-from colocate.option_names import TWINS, resolve
+from colocate.option_names import TWINS, override, resolve
 from colocate.option_values import coerce, nearest, types_of
 from colocate.options import (
     CHOICES,
@@ -399,9 +399,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     def __post_init__(self) -> None:
         check_complete(vars(self))
+        defaults = {field.name: default_of(field) for field in fields(self)}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         self._read_values()
         self.engine = OLDER_NAMES.get(self.engine, self.engine)
-        notices = translate(self, os.environ) + resolve(self, {f.name: default_of(f) for f in fields(self)})
+        notices = translate(self, os.environ) + resolve(self, defaults)
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "rollout_server"
         notices += check_support(self) + resolve_correction(self)
@@ -437,16 +439,23 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         self._resolve_generation_kwargs()
         notices += self._check_best(is_metric_given)
         self.validate()
+        told: frozenset[str] = getattr(self, "_told", frozenset())
+        notices = [line for line in (*notices, *self.unusual_pairs()) if line not in told]
         if self.process_index == 0:
-            for notice in (*notices, *self.unusual_pairs()):
+            for notice in notices:
                 logger.warning(notice)
+        self._told = told.union(notices)
+        self._given = given
+        self._late: dict[str, Any] = {}  # what is set from now on
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = name not in vars(self) and not hasattr(type(self), name)
         super().__setattr__(name, value)
-        if name.startswith("_") or not hasattr(self, "_launch_dir"):
+        if name.startswith("_") or not hasattr(self, "_late"):
             return
-        if name in TWINS:  # scripts set what they have not parsed
+        if name in self.__dataclass_fields__:
+            self._late[name] = value
+        if name in TWINS:  # scripts read by either name
             super().__setattr__(TWINS[name], value)
         if is_new and (meant := nearest(name, self.__dataclass_fields__)):
             logger.warning(f"{name} is not an option, and nothing will read it{meant}")
@@ -506,9 +515,23 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), choices)
 
+    def take_late(self) -> None:
+        """Become the configuration that would have been made with what a script has set afterwards, too.
+
+        Options are translated, derived from one another and checked when a configuration is made.
+
+        Raises:
+            ValueError: with an option, its value and what to set.
+        """
+        if not self._late:
+            return
+        at_once = object.__new__(type(self))
+        at_once._told = self._told
+        at_once.__init__(**override(self._given, self._late))  # type: ignore[misc]
+        vars(self).update(vars(at_once) | {"_launch_dir": self._launch_dir})
+
     def validate(self) -> None:
-        """Derive the batch sizes, and check values and combinations: again when a trainer is made, since
-        scripts set options.
+        """Derive the batch sizes, and check values and combinations.
 
         Raises:
             ValueError: with the option, its value and what to set.
@@ -553,7 +576,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     def without_secrets(self) -> GRPOConfig:
         """A copy of the configuration without secrets, to be written to a file."""
         shared = copy.copy(self)
-        for name, value in vars(self).items():
+        for name in ("_given", "_late"):
+            vars(shared).pop(name, None)
+        for name, value in vars(shared).items():
             setattr(shared, name, redacted(value, name))
         return shared
 

@@ -42,7 +42,7 @@ def config_or_default(args: Any, model: Any) -> GRPOConfig:
     if not isinstance(args, GRPOConfig):
         kind = f"{type(args).__module__}.{type(args).__qualname__}"
         raise TypeError(f"args must be a GRPOConfig of colocate, not {kind}: from colocate import GRPOConfig")
-    args.validate()
+    args.take_late()
     return args
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import pickle
 
 import pytest
 import transformers
@@ -14,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate import GRPOTrainer, launchers
 from colocate.config import GRPOConfig
-from colocate.option_names import ALIASES, OF_TRL
+from colocate.option_names import ALIASES, OF_TRL, override
 from colocate.option_values import coerce, shown, types_of
 from colocate.options import (
     CHOICES,
@@ -562,10 +563,57 @@ def test_batch_sizes_are_those_of_the_options_at_last(made_with, then_set, sizes
     for name, value in then_set.items():
         setattr(args, name, value)
     for _ in range(2):
-        args.validate()
+        args.take_late()
         assert (args.generation_batch_size, args.steps_per_generation) == sizes
     at_once = make(**base | made_with | then_set)
     assert (at_once.generation_batch_size, at_once.steps_per_generation) == sizes
+
+
+@pytest.mark.parametrize(
+    ("made_with", "then_set", "becomes"),
+    [
+        ({}, {"use_vllm": True, "vllm_mode": "server"}, {"engine": "rollout_server"}),
+        ({"engine": "native"}, {"engine": "vllm_server"}, {"engine": "rollout_server"}),
+        ({}, {"deepspeed": {"zero_optimization": {"stage": 2}}}, {"shard": 1}),
+        ({}, {"fsdp": "full_shard auto_wrap"}, {"shard": "auto"}),
+        ({}, {"learning_rate": "1e-5"}, {"learning_rate": 1e-5}),
+        ({}, {"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"warmup_steps": 7}, {"warmup_ratio": 0.25}, {"warmup_steps": 0.25, "warmup_ratio": None}),
+        ({"warmup_ratio": 0.25}, {"warmup_steps": 7}, {"warmup_steps": 7}),
+        ({"vllm_server_port": 1}, {"rollout_server_port": 2}, {"vllm_server_port": 2}),
+        ({"temperature": 0.5}, {"generation_kwargs": {"temperature": 0.7}}, {"temperature": 0.7}),
+        ({"hub_token": "secret"}, {"beta": 0.1}, {"beta": 0.1, "hub_token": "secret"}),
+    ],
+)
+def test_what_is_set_afterwards_means_what_it_means_at_once(made_with, then_set, becomes, make):
+    args = make(**made_with)
+    run_dir = args.run_dir
+    for name, value in then_set.items():
+        setattr(args, name, value)
+    args.take_late()
+    assert {name: getattr(args, name) for name in becomes} == becomes
+    at_once = make(**override(made_with, then_set))
+    for name in FIELDS:
+        assert getattr(args, name) == getattr(at_once, name), name
+    assert args.run_dir == run_dir
+
+
+def test_a_notice_is_told_once(make, caplog):
+    args = make(use_liger_kernel=True)
+    (notice,) = caplog.messages
+    args.learning_rate = 1e-5
+    args.take_late()
+    assert caplog.messages == [notice]
+    args.fsdp = "full_shard"
+    args.take_late()
+    assert len(caplog.messages) == 2 and "shard" in caplog.messages[1]
+
+
+def test_a_copy_without_secrets_has_not_kept_what_was_given(make):
+    args = make(hub_token="hf_abcdefgh")
+    args.hub_token = "hf_ijklmnop"
+    for copied in (args.without_secrets(), args.without_secrets().without_secrets()):
+        assert "hf_" not in str(vars(copied)) and "hf_" not in str(pickle.dumps(copied))
 
 
 def test_what_is_set_afterwards_is_checked_when_a_trainer_is_made(make):
