@@ -4,7 +4,7 @@
     python -m benchmarks.step.suite --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
-the result is written as soon as the records suffice for every claim (--merge only looks). The libraries take
+the result has the claims for which the records suffice (--merge only looks). The libraries take
 turns: in every other round the other one is first. TRL runs with what `tune` found to be fastest for the
 case; without a record of it, with the first candidate. A claim is a ratio of medians over all rounds.
 
@@ -51,6 +51,7 @@ class StepSuite(Suite):
 
     name = "step"
     parts = ("tune", *COMPARISONS, "standby", "ablation")
+    has_all_claims = False
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:

@@ -153,6 +153,22 @@ def test_starts_and_a_small_batch_on_an_h100_are_those_of_the_results():
     assert [first["claims"][f"rollout_1p5b_{case}_vs_vllm"] for case in ("512seq", "ragged")] == [None, None]
 
 
+def test_a_step_on_an_h100_is_that_of_the_result():
+    file = json.loads((ROOT / "benchmarks/results/step-h100.json").read_text())
+    theirs, ours = (file["setup"]["summary"][f"{who} 1p5b"] for who in ("trl", "colocate"))
+    of_h200 = result("step")["setup"]["summary"]["trl 1p5b"]
+    assert theirs["num_steps"] == ours["num_steps"] == 6
+    assert (
+        f"TRL takes {theirs['step_s']:.1f} s and colocate {ours['step_s']:.1f}, "
+        f"{file['claims']['step_1p5b_vs_trl']:.2f} times."
+    ) in PAGE
+    assert (
+        f"{theirs['phases_s']['generate']:.1f} s of these {theirs['step_s']:.1f}, where it was "
+        f"{of_h200['phases_s']['generate']:.1f} of {of_h200['step_s']:.1f}."
+    ) in PAGE
+    assert result("step")["claims"]["step_1p5b_vs_trl"] < file["claims"]["step_1p5b_vs_trl"]
+
+
 def test_where_training_goes_is_what_was_measured():
     flop = training_flop(COMPARISONS["1p5b"].work, shares_prompts=True)["total"]
     files = [
