@@ -25,6 +25,7 @@ from colocate.episodes.episode import Episode
 from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.slices import Step
+from colocate.memory.garbage import lasting_objects_left_out
 from colocate.policy.policy import UpdateResult
 from colocate.run import Run
 from colocate.skipped_steps import keep_skipped_step
@@ -51,7 +52,8 @@ def train(run: Run, face: Face) -> None:
     """Take the steps of a run."""
     journal, timeline, window = run.journal, run.timeline, run.window
     has_own_callbacks = any(ranks.of_all_ranks([journal.has_own_callbacks]))
-    with StopRequest(run.accelerator) as stop, journal.progress, run.playing.tools_at_work():
+    at_work = run.playing.tools_at_work()
+    with StopRequest(run.accelerator) as stop, journal.progress, at_work, lasting_objects_left_out():
         while not is_over(run):
             journal.event("on_step_begin")
             if has_own_callbacks:

@@ -16,7 +16,6 @@ to map in handles of 2 MiB and 0.04 to 0.22 s in handles of 256 MiB (one H200).
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import weakref
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from colocate.memory import garbage
 
 HANDLE_BYTES = 256 * 2**20
 
@@ -213,7 +214,7 @@ _ARENAS: weakref.WeakValueDictionary[tuple[torch.device, str], Arena] = weakref.
 
 def _check_only_one(device: torch.device, purpose: str) -> None:
     if (device, purpose) in _ARENAS:
-        gc.collect()  # an owner that was dropped may wait in a reference cycle
+        garbage.collect()  # an owner that was dropped may wait in a reference cycle
     if (other := _ARENAS.get((device, purpose))) is not None:
         raise RuntimeError(
             f"{device} has an arena for its {purpose} already: {other}. Close its owner (`engine.close()`) "

@@ -3,13 +3,13 @@ repeated."""
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
+from colocate.memory import garbage
 from colocate.parallel.verdict import Peers
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,6 @@ def _first_of(remedies: Sequence[Remedy]) -> str | None:
 
 def free_memory() -> None:
     """Give tensors that nobody refers to back to the device."""
-    gc.collect()
+    garbage.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

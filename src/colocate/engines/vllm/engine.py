@@ -14,7 +14,6 @@ In a rollout phase vLLM takes and gives back memory in this order:
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
 import logging
 import os
@@ -47,6 +46,7 @@ from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.open_turns import OpenTurns
 from colocate.engines.vllm.requests import LLMRequest, llm_requests
 from colocate.engines.vllm.shared_weights import WeightSource, forget, num_bytes, start_source, why_not_shared
+from colocate.memory import garbage
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
@@ -268,7 +268,7 @@ class VLLMEngine(TurnEngine):
             internals.keep_pools()
         internals.shut_down(llm, owns_process_group=self._owns_process_group)
         del llm
-        gc.collect()
+        garbage.collect()
         if self._frees_memory:
             internals.free_pools()
         if self._device.type == "cuda":
