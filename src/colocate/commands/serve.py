@@ -119,6 +119,7 @@ def _serve(
     saved = find_model(known.model, known.base)
 
     from colocate.inference.loading import load
+    from colocate.memory.garbage import lasting_objects_left_out
     from colocate.serving.app import Service
     from colocate.serving.desk import Visitors
     from colocate.serving.driver import Driver
@@ -152,7 +153,8 @@ def _serve(
         host = f"[{known.host}]" if ":" in known.host else known.host
         print(f"colocate serve: {name} is ready at http://{host}:{server.port}/v1", flush=True)
         _say_who_may_use_it(key, known.host)
-        _await_signal()
+        with lasting_objects_left_out():
+            _await_signal()
         server.close()
         thread.close()
         service.close()

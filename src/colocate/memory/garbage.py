@@ -1,7 +1,7 @@
 """Python's search for garbage in cycles, which looks through all that lives, and what it may leave out.
 
-A process that trains has half a million objects, most of them parts of modules. To look through them takes
-0.3 s, in which no kernel is launched: the device would wait.
+A process that trains or serves has half a million objects, most of them parts of modules. To look through
+them takes 0.3 s, in which no kernel is launched: the device would wait.
 """
 
 from __future__ import annotations

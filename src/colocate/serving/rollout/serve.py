@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocate.checkpoints.stop_signals import stop_event
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.rollout_server.key import ServerKey, key_of_new_server, say_who_may_use_it
+from colocate.memory.garbage import lasting_objects_left_out
 from colocate.serving.limits import Limits
 from colocate.serving.rollout.app import RolloutApp
 from colocate.serving.rollout.engine_loop import EngineLoop
@@ -99,8 +100,9 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
                 flush=True,
             )
             say_who_may_use_it(key, host)
-            while not is_over.wait(1.0):
-                pass
+            with lasting_objects_left_out():
+                while not is_over.wait(1.0):
+                    pass
     return 0
 
 
