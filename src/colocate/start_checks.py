@@ -42,6 +42,8 @@ _MAY_DIFFER = (
     *("hub_token", "vllm_group_host", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 )
 """Options that only one rank reads, or that say how a process talks."""
+_SET_BY_SAVING = ("architectures", "dtype")
+"""What transformers adds to a model's configuration on the rank that saves it, in an earlier run."""
 _MAX_LINES = 12
 _SAMPLE_ELEMENTS = 1024
 """How many elements of each parameter, and kilobytes of each file, stand for all."""
@@ -233,10 +235,12 @@ def _model(model: Any) -> dict[str, str]:
         compared = [p.detach() for p in model.parameters() if not (p.is_meta or is_part)]
         sample = [p.reshape(-1)[:_SAMPLE_ELEMENTS] for p in compared]
         config = getattr(model, "config", None)
-        text = config.to_json_string() if isinstance(config, PretrainedConfig) else ""
+        described = json.loads(config.to_json_string()) if isinstance(config, PretrainedConfig) else {}
+        for name in _SET_BY_SAVING:
+            described.pop(name, None)
         return {
             "class": type(model).__qualname__,
-            "config": _digest(text.encode()),
+            "config": _digest(json.dumps(described).encode()),
             "weights": checksum(sample),
         }
     directory = Path(str(model))

@@ -243,3 +243,14 @@ def test_parts_that_are_not_whole(shard, num_ranks, per_node, message, is_loaded
         with pytest.raises(ValueError) as error:
             start_checks.check_split(args, model)
         assert message.format("'auto', 'none'") in str(error.value)
+
+
+def test_a_model_that_one_rank_has_saved_is_the_same_as_before(tmp_path):
+    """Then transformers has added to its configuration there; other trainers may go on from it."""
+    saved, other = make_model(), make_model()
+    before, config = start_checks._model(saved), saved.config.to_dict()
+    saved.save_pretrained(tmp_path)
+    assert saved.config.to_dict() != config
+    assert start_checks._model(saved) == before == start_checks._model(other)
+    other.config.rms_norm_eps *= 2
+    assert start_checks._model(other) != before
