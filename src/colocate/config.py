@@ -576,10 +576,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     def without_secrets(self) -> GRPOConfig:
         """A copy of the configuration without secrets, to be written to a file."""
         shared = copy.copy(self)
-        for name in ("_given", "_late"):
-            vars(shared).pop(name, None)
-        for name, value in vars(shared).items():
-            setattr(shared, name, redacted(value, name))
+        for name, value in vars(self).items():
+            if name in ("_given", "_late"):
+                value = {option: redacted(one, option) for option, one in value.items()}
+            vars(shared)[name] = redacted(value, name)
         return shared
 
     def __repr__(self) -> str:

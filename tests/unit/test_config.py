@@ -610,10 +610,17 @@ def test_a_notice_is_told_once(make, caplog):
 
 
 def test_a_copy_without_secrets_has_not_kept_what_was_given(make):
-    args = make(hub_token="hf_abcdefgh")
+    args = make(hub_token="hf_abcdefgh", learning_rate=1e-3)
     args.hub_token = "hf_ijklmnop"
     for copied in (args.without_secrets(), args.without_secrets().without_secrets()):
         assert "hf_" not in str(vars(copied)) and "hf_" not in str(pickle.dumps(copied))
+
+
+def test_what_is_set_after_a_configuration_was_read_back_counts_too(make):
+    args = pickle.loads(pickle.dumps(make(learning_rate=1e-3).without_secrets()))
+    args.fsdp = "full_shard"
+    args.take_late()
+    assert (args.learning_rate, args.shard) == (1e-3, "auto") and args.fsdp != "full_shard"
 
 
 def test_what_is_set_afterwards_is_checked_when_a_trainer_is_made(make):
