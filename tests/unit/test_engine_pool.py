@@ -26,7 +26,7 @@ from fault_schedules import (
     fleets_of,
     play,
 )
-from faulty_front import become_another, die, error_500, hang, late, restart, send_json
+from faulty_front import become_another, die, doubled, error_500, hang, late, restart, send_json
 
 from colocate.config import GRPOConfig
 from colocate.engines.build import EngineParts, build_engine, server_urls
@@ -282,6 +282,16 @@ def test_a_server_named_twice_is_refused():
 
 def test_whatever_befalls_servers_no_completion_is_lost_doubled_or_mixed(make_fleet):
     check_schedules(make_fleet, 12)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+@pytest.mark.parametrize("told", ["/collective_rpc finish", "/reset_prefix_cache", "/resume"])
+def test_a_server_goes_on_where_the_answers_at_the_end_of_a_push_were_lost(make_fleet, told, takes_turns):
+    """It has the weights, and nobody has heard so: it must not stay paused for ever."""
+    fleet = make_fleet(1, takes_turns=takes_turns)
+    fleet.patience = HURRIED
+    assert play(fleet, [{told: [doubled] * HURRIED.max_attempts}])
+    assert takes_turns or not fleet.fakes[0].is_paused  # who takes turns has fallen asleep
 
 
 @pytest.mark.parametrize("fault", [None, late, error_500, die(60)])

@@ -385,10 +385,11 @@ class RolloutServerEngine(TurnEngine):
         return f"{self._run_id}:{self._num_updates}"
 
     def _bring_up_to_date(self) -> str:
-        """Push the weights unless the server has them. Returns the identity of the server's start."""
+        """Push the weights unless the server has them, and goes on with them. Returns the identity of the
+        server's start."""
         assert self._model is not None
         start_id, token = self._state()
-        if token == self._token:
+        if token == self._token and not self._pusher.is_unfinished:
             return start_id
         if start_id != self._checked_start_id:
             self._check_server()  # it may have another model now

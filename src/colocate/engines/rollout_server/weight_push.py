@@ -248,6 +248,9 @@ class WeightPusher:
     def __post_init__(self) -> None:
         self.is_asleep = False
         """The server's memory of weights and KV cache is to be taken again. Set by whoever has asked it."""
+        self.is_unfinished = False
+        """The server was paused for a push that has not come to its end. It may have the weights all the same,
+        as the answer that says so can be lost; another push lets it go on."""
         self._transport: Transport | None = None
         self._transport_is_to: list[str] = []
         self._push_id: str | None = None
@@ -266,6 +269,7 @@ class WeightPusher:
             WorkerError, RequestRefused: the server refused, with the reason.
         """
         deadline = time.monotonic() + self.timeout_s
+        self.is_unfinished = True
         replaces, self._push_id = self._push_id, uuid.uuid4().hex
         if was_asleep := self.is_asleep:
             self._tell("/wake_up?tags=weights", deadline)
@@ -279,6 +283,7 @@ class WeightPusher:
             self._note_sleep(False, deadline)
         self._tell("/reset_prefix_cache", deadline)
         self._tell("/resume", deadline)
+        self.is_unfinished = False
         return sent_bytes
 
     def put_to_sleep(self) -> None:
