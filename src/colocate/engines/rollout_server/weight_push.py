@@ -249,8 +249,8 @@ class WeightPusher:
         self.is_asleep = False
         """The server's memory of weights and KV cache is to be taken again. Set by whoever has asked it."""
         self.is_unfinished = False
-        """The server was paused for a push that has not come to its end. It may have the weights all the same,
-        as the answer that says so can be lost; another push lets it go on."""
+        """The server was paused for a push that has not come to its end. It may have the weights all the
+        same, as the answer that says so can be lost; another push lets it go on."""
         self._transport: Transport | None = None
         self._transport_is_to: list[str] = []
         self._push_id: str | None = None
