@@ -4,9 +4,10 @@
     python -m benchmarks.step.suite --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
-the result has the claims for which the records suffice (--merge only looks). The libraries take
-turns: in every other round the other one is first. TRL runs with what `tune` found to be fastest for the
-case; without a record of it, with the first candidate. A claim is a ratio of medians over all rounds.
+the result has the claims for which the records suffice (--merge only looks), and keeps those of the parts
+that were not measured again. The libraries take turns: in every other round the other one is first. TRL runs
+with what `tune` found to be fastest for the case; without a record of it, with the first candidate. A claim
+is a ratio of medians over all rounds.
 
 `standby` compares our step with the hand-over of memory and without, in turns within one process. `ablation`
 runs our step with sharing of prompts on and off and with each activation policy.
@@ -52,6 +53,7 @@ class StepSuite(Suite):
     name = "step"
     parts = ("tune", *COMPARISONS, "standby", "ablation")
     has_all_claims = False
+    extends_result = True
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +66,8 @@ class StepSuite(Suite):
     @staticmethod
     def part_of(record: Record) -> str:
         """What is compared with one another runs on one machine, one after the other."""
-        return record["label"]
+        # Tuning was once one record for all candidates of a case.
+        return record["label"] if "label" in record else f"tune-{record['comparison']}"
 
     def measure(self, part: str) -> None:
         comparison = COMPARISONS.get(part, COMPARISONS[MFU_COMPARISON])
@@ -188,7 +191,8 @@ def compute_claims(records: list[Record]) -> Claims:
 
 def summary(records: list[Record]) -> dict[str, Any]:
     """Medians by framework and label: what the claims are made of, and what is reported beside them."""
-    labels = {(r["framework"], r["label"]): r for r in records if not r["label"].startswith("tune-")}
+    steps_of = [r for r in records if r["kind"] == "step" and not r["label"].startswith("tune-")]
+    labels = {(record["framework"], record["label"]): record for record in steps_of}
     rows = {}
     for (framework, label), record in labels.items():
         steps = list(timed_steps(records, framework, label))

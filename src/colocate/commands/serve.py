@@ -151,9 +151,9 @@ def _serve(
         thread.start()
         server.start()
         host = f"[{known.host}]" if ":" in known.host else known.host
-        print(f"colocate serve: {name} is ready at http://{host}:{server.port}/v1", flush=True)
-        _say_who_may_use_it(key, known.host)
         with lasting_objects_left_out():
+            print(f"colocate serve: {name} is ready at http://{host}:{server.port}/v1", flush=True)
+            _say_who_may_use_it(key, known.host)
             _await_signal()
         server.close()
         thread.close()

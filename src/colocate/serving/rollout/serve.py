@@ -93,16 +93,19 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     with bound_socket(host, port) as listening:  # before the model is made, which takes a while
         port = listening.getsockname()[1]
         key = key_of_new_server(port)
-        with stop_event() as is_over, closing(RolloutServer(model, listening, options, key)):
+        with (
+            stop_event() as is_over,
+            closing(RolloutServer(model, listening, options, key)),
+            lasting_objects_left_out(),
+        ):
             shown = f"[{host}]" if ":" in host else host
             print(
                 f"colocate rollout-serve: {model} is ready at http://{shown}:{port} (native engine)",
                 flush=True,
             )
             say_who_may_use_it(key, host)
-            with lasting_objects_left_out():
-                while not is_over.wait(1.0):
-                    pass
+            while not is_over.wait(1.0):
+                pass
     return 0
 
 
