@@ -108,7 +108,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Keep only the dataset's column `prompt`, so that reward functions see no other."""
     resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
     """The checkpoint that `colocate train` continues from. True: the newest one in `output_dir`. "auto": the
-    newest one if there is any, else the run begins at step 0."""
+    newest one that is not corrupt; if there is none at all, the run begins at step 0."""
 
     # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
 

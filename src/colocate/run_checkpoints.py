@@ -185,18 +185,28 @@ def save(run: Run) -> Path:
 
 
 @watched(lambda run: "in load_checkpoint()")
-def load(run: Run, directory: Path) -> None:
+def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
     """Restore everything that `save` wrote; the caller must publish the weights to the engine.
 
     Options and libraries that have changed since the checkpoint are listed, and applied where that is
     possible.
+
+    Args:
+        or_older: where the checkpoint is corrupt, restore the newest of the whole ones beside it, with a
+            warning.
+
+    Returns:
+        The checkpoint that was restored.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, corrupt or of another run, or contains more than data.
         ValueError: the order of the data, or a scheduler that the user has passed, differs from the
             checkpoint's.
     """
-    sealed.verify(directory)
+    if or_older:
+        directory = _newest_whole(directory)
+    else:
+        sealed.verify(directory)
     policy_state = snapshot.load_policy(directory)
     changed = changes.compare(directory, run.identity.describe(run.journal.run_id))
     changed.refuse()
@@ -215,6 +225,33 @@ def load(run: Run, directory: Path) -> None:
         waiting = snapshot.saved_by_ranks(directory, "window") if changed.concern_waiting_completions else ()
         logger.warning(changed.told(sum(map(run.window.num_waiting, waiting))))
     run.best.find_again(run.journal.state, directory)
+    return directory
+
+
+def _newest_whole(directory: Path) -> Path:
+    """The checkpoint, or the newest one beside it that every rank can read; all ranks must call it.
+
+    Raises:
+        CheckpointError: all are corrupt.
+    """
+    others = [found for found in reversed(sealed.list_checkpoints(directory.parent)) if found != directory]
+    reasons: list[str] = []
+    for candidate in ranks.of_all_ranks([[directory, *others]])[0]:
+        reason = None
+        try:
+            sealed.verify(candidate)
+        except sealed.CorruptCheckpoint as error:
+            reason = error.reason
+        told = next((text for text in ranks.of_all_ranks([reason]) if text is not None), None)
+        if told is None:
+            if reasons:
+                logger.warning(f"{'; '.join(reasons)}. Going on from {candidate}, the newest that is whole.")
+            return candidate
+        reasons.append(f"{candidate} is corrupt: {told}")
+    raise sealed.CheckpointError(
+        f"No checkpoint in {directory.parent} is whole: {'; '.join(reasons)}. To begin the run anew, set "
+        "another output_dir, or delete them."
+    )
 
 
 def _resumable_parts(run: Run) -> dict[str, snapshot.Resumable]:

@@ -107,7 +107,7 @@ class GRPOTrainer(TRLNames):
 
         Args:
             resume_from_checkpoint: a checkpoint's directory; True: the newest one in `output_dir`; "auto":
-                that one, or the beginning if there is none; None: what `args` says.
+                the newest one that is not corrupt, or the beginning if there is none; None: what `args` says.
 
         Raises:
             OutputDirInUse, ValueError: another run writes into `output_dir`; no checkpoint fits on its disk.
@@ -192,10 +192,11 @@ class GRPOTrainer(TRLNames):
         trainer_arguments.check_unchanged(self.args, self._made_with)
         self.policy.optimizer.check_trained(self.model)
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
-        directory = sealed.find(own if given is None else given, self.args.run_dir)
+        asked = own if given is None else given
+        directory = sealed.find(asked, self.args.run_dir)
         self.journal.introduce(header_rows(self.run), resumes=directory is not None)
         if directory is not None:
-            self.load_checkpoint(directory)
+            directory = self.load_checkpoint(directory, or_older=asked == sealed.AUTO)
         elif self.state.global_step > 0:
             raise RuntimeError(
                 f"This trainer has trained {self.state.global_step} steps already and its schedule is used "
@@ -242,10 +243,11 @@ class GRPOTrainer(TRLNames):
             self._push_checkpoint(directory)
         return directory
 
-    def load_checkpoint(self, directory: Path) -> None:
-        """Restore everything that `save_checkpoint` wrote (`run_checkpoints.load`)."""
-        run_checkpoints.load(self.run, directory)
+    def load_checkpoint(self, directory: Path, *, or_older: bool = False) -> Path:
+        """Restore everything that `save_checkpoint` wrote; see `run_checkpoints.load`."""
+        directory = run_checkpoints.load(self.run, directory, or_older=or_older)
         loop.publish(self.run)
+        return directory
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model, tokenizer and `training_args.bin` as a plain Hugging Face (or PEFT) directory.

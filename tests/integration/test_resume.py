@@ -440,6 +440,43 @@ def test_a_damaged_manifest_is_refused(stopped):
         build(directory, CASES["two_iterations"]).train(resume_from_checkpoint=True)
 
 
+def test_auto_goes_on_from_the_newest_whole_checkpoint(stopped, caplog):
+    """A job that goes back into a queue must not need a person because a disk has spoilt one file."""
+    directory = stopped("two_iterations")
+    for step, damage in ((NUM_STEPS, truncate), (NUM_STEPS - 1, flip_a_bit)):
+        damage(directory / f"checkpoint-{step}" / "optimizer.pt")
+    (directory / f"checkpoint-{NUM_STEPS - 2}" / "manifest.json").write_text('{"format": 2, "written_at"')
+    trainer = build(directory, CASES["two_iterations"])
+    begun = []
+    trainer.add_callback(OnBegin(begun))
+    trainer.train(resume_from_checkpoint="auto")
+    assert begun == [NUM_STEPS - 3]
+    assert f"checkpoint-{NUM_STEPS - 1} is corrupt: optimizer.pt has" in caplog.text
+    assert (
+        f"Going on from {directory / f'checkpoint-{NUM_STEPS - 3}'}, the newest that is whole" in caplog.text
+    )
+
+
+def test_auto_does_not_begin_anew_where_all_checkpoints_are_corrupt(stopped):
+    directory = stopped("two_iterations")
+    for checkpoint in list_checkpoints(directory):
+        (checkpoint / "rank0.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"No checkpoint in {directory} is whole: .*rank0.pt is missing"
+    ):
+        build(directory, CASES["two_iterations"]).train(resume_from_checkpoint="auto")
+
+
+class OnBegin(TrainerCallback):
+    """Notes the step at which training begins."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps[:] = self.steps or [state.global_step]
+
+
 def test_weights_alone_cannot_be_resumed(tmp_path):
     options = dict(save_only_model=True, max_steps=1)
     build(tmp_path, CASES["two_iterations"], **options).train()

@@ -45,6 +45,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class CorruptCheckpoint(CheckpointError):
+    """A checkpoint is not what was written; `reason` says how, without advice."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(f"{directory} is corrupt: {reason}. {_other_checkpoints(directory)}")
+        self.reason = reason
+
+
 def check_writable(output_dir: Path) -> None:
     """Raise before the first step, not at the first checkpoint hours later, if nothing can be saved.
 
@@ -125,7 +133,9 @@ def verify(directory: Path) -> None:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut short, or different from what was written.
+        CorruptCheckpoint: a file is missing, cannot be read, is cut short, or different from what was
+            written.
+        CheckpointError: there is no such checkpoint, or another version of colocate wrote it.
     """
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint {directory}. {_other_checkpoints(directory)}")
@@ -144,15 +154,16 @@ def verify(directory: Path) -> None:
     for name, expected in manifest["files"].items():
         file = directory / name
         if not file.is_file():
-            raise CheckpointError(
-                f"{directory} is corrupt: {name} is missing. {_other_checkpoints(directory)}"
-            )
-        actual = _fingerprint(file)
+            raise CorruptCheckpoint(directory, f"{name} is missing")
+        try:
+            actual = _fingerprint(file)
+        except OSError as error:
+            raise CorruptCheckpoint(directory, f"{name} cannot be read ({error})") from error
         if actual != expected:
-            raise CheckpointError(
-                f"{directory} is corrupt: {name} has {actual['bytes']} bytes and checksum {actual['crc32']}, "
-                f"but {expected['bytes']} bytes with checksum {expected['crc32']} were written. "
-                f"{_other_checkpoints(directory)}"
+            raise CorruptCheckpoint(
+                directory,
+                f"{name} has {actual['bytes']} bytes and checksum {actual['crc32']}, but "
+                f"{expected['bytes']} bytes with checksum {expected['crc32']} were written",
             )
 
 
@@ -338,10 +349,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads((directory / MANIFEST).read_text())
         if not isinstance(manifest, dict) or not {"written_at", "files"} <= manifest.keys():
             raise ValueError("not a list of files")
-    except ValueError as error:  # a flipped bit may also spoil the encoding
-        raise CheckpointError(
-            f"{directory} is corrupt: {MANIFEST} is not readable ({error}). {_other_checkpoints(directory)}"
-        ) from error
+    except (ValueError, OSError, RecursionError) as error:  # a flipped bit may also spoil the encoding
+        raise CorruptCheckpoint(directory, f"{MANIFEST} is not readable ({error})") from error
     return manifest
 
 
