@@ -82,7 +82,7 @@ def build_run(
     """
     train_dataset, eval_dataset = datasets_of(train_dataset, eval_dataset, reward_funcs, args, playing)
     accelerator = set_up_process(args)
-    check_ranks(args, model, train_dataset, eval_dataset)
+    check_ranks(args, model, train_dataset, eval_dataset, {"reward_funcs": reward_funcs} | playing.given)
     device, has_new_adapter = accelerator.device, peft_config is not None
     mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
     check_mesh(playing, mesh, args)

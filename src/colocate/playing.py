@@ -45,6 +45,8 @@ class Playing:
     agent: Callable[..., Any] | None = None
     runners: list[AbstractContextManager[Any]] = field(default_factory=list)
     """What runs tools or agents for the players that were built."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments as they were passed, by name."""
 
     @property
     def has_turns(self) -> bool:
@@ -121,9 +123,10 @@ def playing_of(
     environments = None
     if environment_factory is not None:
         environments = EnvironmentPool(environment_factory, tools or (), args.tool_workers)
+    given = dict(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func, agent=agent)
     if rollout_func is None:
-        return Playing(toolbox, environments, None, agent)
-    return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer))
+        return Playing(toolbox, environments, None, agent, given=given)
+    return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer), given=given)
 
 
 def check_mesh(playing: Playing, mesh: Mesh, args: GRPOConfig) -> None:

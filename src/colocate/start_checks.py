@@ -34,6 +34,7 @@ from colocate.experience.ranks import of_all_ranks
 from colocate.option_values import shown
 from colocate.parallel.meeting import in_words, meeting
 from colocate.redaction import redacted
+from colocate.rewards.source_files import sources_of
 from colocate.run_identity import LIBRARIES, versions
 from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
 
@@ -53,13 +54,21 @@ _REMEDIES = {
     "version of": "install the same packages on every node",
     "train_dataset": "give every rank the whole dataset, in the same order; the ranks share the prompts out "
     "themselves",
+    "reward model": "give every rank the same reward models",
     "model": "give every rank the same model: the same directory, revision or, with random weights, seed",
+    "source of": "give every rank the same functions and classes, in the same order; of a file that lies on "
+    "each node's own disk, the same version",
 }
 _REMEDIES["eval_dataset"] = _REMEDIES["train_dataset"]
 
 
-def check_ranks(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any) -> None:
+def check_ranks(
+    args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any, functions: Mapping[str, Any]
+) -> None:
     """Compare the ranks, of which there may be one, and whether the model can be split over them as asked.
+
+    Args:
+        functions: the user's reward functions, tools, environments and so on, by argument.
 
     Raises:
         ValueError: `check_split`; ranks differ; or two of them have the same GPU. Every rank raises the same
@@ -69,7 +78,7 @@ def check_ranks(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: 
     check_split(args, model)
     if args.world_size < 2:
         return
-    report = json.dumps(report_of(args, model, train_dataset, eval_dataset))
+    report = json.dumps(report_of(args, model, train_dataset, eval_dataset, functions))
     place = meeting()
     # Without a meeting the script has connected the ranks itself.
     verdict = place.decide(report, judge, args.ddp_timeout) if place else judge(of_all_ranks([report]))
@@ -108,7 +117,9 @@ def check_split(args: GRPOConfig, model: Any) -> None:
         )
 
 
-def report_of(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
+def report_of(
+    args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any, functions: Mapping[str, Any]
+) -> dict[str, Any]:
     """What one rank says of itself: plain JSON without secrets, some kilobytes."""
     datasets = {"train_dataset": train_dataset}
     for name, dataset in evaluation_sets(eval_dataset).items():
@@ -122,6 +133,8 @@ def report_of(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: An
         for part, value in fingerprint(dataset).items()
     }
     compared |= {f"model's {part}": text for part, text in _model(model).items()}
+    compared |= {f"reward {place}": text for place, text in _reward_models(functions["reward_funcs"]).items()}
+    compared |= {f"source of {place}": text for place, text in sources_of(functions).items()}
     return {
         "host": socket.gethostname(),
         "gpu": gpu_of(args),
@@ -252,6 +265,17 @@ def _model(model: Any) -> dict[str, str]:
     cached = try_to_load_from_cache(str(model), "config.json")
     revision = {"revision": Path(cached).parent.name} if isinstance(cached, str) else {}
     return {"name": redacted(str(model)), **revision}
+
+
+def _reward_models(reward_funcs: Any) -> dict[str, str]:
+    """What is cheap to say of the reward models among reward functions."""
+    funcs = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    return {
+        f"model {number}'s {part}": text
+        for number, func in enumerate(funcs)
+        if isinstance(func, (str, nn.Module))
+        for part, text in _model(func).items()
+    }
 
 
 def _config_of(model: Any, args: GRPOConfig) -> PretrainedConfig:

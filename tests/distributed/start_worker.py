@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from colocate import build, start_checks
-from tiny import make_model, make_trainer, sums
+from colocate.rewards import get_reward_function
+from tiny import count_digits, make_model, make_trainer, sums
 
 RANK = int(os.environ["RANK"])
 
@@ -31,9 +33,46 @@ def same_gpu(args: Any) -> str:
     return "GPU-1234"
 
 
+def share(completions: list[Any], **_: Any) -> list[float]:
+    return [0.5 for _ in completions]
+
+
+def other_share(completions: list[Any], **_: Any) -> list[float]:
+    return [0.25 for _ in completions]
+
+
+def add(a: int) -> int:
+    """Add one.
+
+    Args:
+        a: A number.
+    """
+    return a + 1
+
+
+def subtract(a: int) -> int:
+    """Add one.
+
+    Args:
+        a: A number.
+    """
+    return a - 1
+
+
+class Game:
+    def reset(self, **row: Any) -> None:
+        pass
+
+
+class OtherGame(Game):
+    pass
+
+
 versions = start_checks.versions
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "alike": lambda: {},
+    "alike": lambda: {
+        "reward_funcs": [count_digits, partial(share, device=RANK), lambda completions, **_: [1.0]]
+    },
     "unsaved": lambda: {"output_dir": f"{sys.argv[1]}/of-rank-{RANK}"},
     "output_dir": lambda: {"output_dir": f"{sys.argv[1]}/of-rank-{RANK}", "save_strategy": "steps"},
     "option": lambda: {"learning_rate": 0.01 + 0.01 * RANK, "temperature": 1.0 - 0.5 * RANK},
@@ -44,7 +83,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "directory": lambda: {"model": os.environ[f"MODEL_{RANK}"]},
     "version": lambda: {},
     "gpu": lambda: {},
+    "reward": lambda: {"reward_funcs": [count_digits, [share, other_share][RANK]]},
+    "reward_file": lambda: {
+        "reward_funcs": get_reward_function(f"{sys.argv[1]}/node{RANK}/rewards.py:share")
+    },
+    "tools": lambda: {"tools": [[add, subtract][RANK]]},
+    "environment": lambda: {"environment_factory": {"game": [Game, OtherGame][RANK]}},
+    "reward_model": lambda: {"reward_funcs": [count_digits, os.environ[f"MODEL_{RANK}"]]},
 }
+ALIKE = ("alike", "unsaved")
 PATCHES: dict[str, tuple[str, Any]] = {
     "version": ("versions", versions_of_rank_1),
     "gpu": ("gpu_of", same_gpu),
@@ -69,9 +116,7 @@ def main() -> None:
                 said[case] = ""
             except ValueError as error:
                 said[case] = str(error)
-        assert bool(prepared) == (case in ("alike", "unsaved")), (
-            "the model is touched before the ranks are compared"
-        )
+        assert bool(prepared) == (case in ALIKE), "the model is touched before the ranks are compared"
     (directory / f"said{RANK}.json").write_text(json.dumps(said))
 
 

@@ -40,6 +40,10 @@ def said(tmp_path_factory) -> tuple[dict[str, str], dict[str, str]]:
     directory = tmp_path_factory.mktemp("start")
     for rank in range(2):
         make_model(seed=rank).save_pretrained(directory / f"model{rank}")
+    for rank, value in enumerate((0.5, 0.25)):  # one file on each node's own disk
+        (directory / f"node{rank}").mkdir()
+        source = f"def share(completions, **_):\n    return [{value}] * len(completions)\n"
+        (directory / f"node{rank}" / "rewards.py").write_text(source)
     models = {f"MODEL_{rank}": str(directory / f"model{rank}") for rank in range(2)}
     port, worker = free_port(), Path(__file__).with_name("start_worker.py")
     paths = {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
@@ -72,6 +76,14 @@ def said(tmp_path_factory) -> tuple[dict[str, str], dict[str, str]]:
         ("eval_dataset", ["eval_dataset hard's rows: 4 on rank 0", "5 on rank 1"]),
         ("weights", ["model's weights: ", "with random weights, seed"]),
         ("directory", ["model's files: "]),
+        (
+            "reward",
+            ["source of reward_funcs[1]: share (start_worker.py, ", "other_share (start_worker.py, "],
+        ),
+        ("reward_file", ["source of reward_funcs: share (rewards.py, ", "each node's own disk, the same"]),
+        ("tools", ["source of tools[0]: add (", "subtract ("]),
+        ("environment", ["source of environment_factory['game']: Game (", "OtherGame ("]),
+        ("reward_model", ["reward model 1's files: ", "the same reward models"]),
         ("version", ["version of triton: ", "3.0.0 on rank 1", "the same packages on every node"]),
         (
             "gpu",
