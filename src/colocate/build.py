@@ -39,6 +39,7 @@ from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
 from colocate.playing import PLAIN, Playing, build_player, check_mesh, datasets_of, num_prompts_of
+from colocate.policy.dropout import active_dropout
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy, check_trainable
@@ -109,7 +110,7 @@ def build_run(
         player=build_player(playing, engine, sampling, requests, batches, args),
         judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing, engine),
         selector=build_selector(policy, args, rewards),
-        window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
+        window=build_window(model, args, device),
         policy=policy,
         objective=Objective(args.options_of(ObjectiveParams), entropy),
         entropy=entropy,
@@ -226,6 +227,24 @@ def build_selector(policy: Policy, args: GRPOConfig, rewards: RewardFunctions) -
             "that none is. Set max_refill_rounds to at least 1."
         )
     return RefillingSelector(policy, args) if args.max_refill_rounds else Selector(policy, args)
+
+
+def build_window(model: nn.Module, args: GRPOConfig, device: torch.device) -> TrainingWindow:
+    """The window, which evaluates all completions without dropout if the model has dropout, and something in
+    the loss compares the policy with what the engine reports."""
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in active_dropout(model).items())
+    is_compared = args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None
+    is_compared = is_compared or args.loss_type == "dppo"
+    evaluates_all = bool(rates) and is_compared and not arguments_of_model_generate(args.generation_kwargs)
+    if evaluates_all and args.process_index == 0:
+        logger.warning(
+            f"The model is trained with dropout ({rates}), and rollouts have none. What compares the two "
+            "(vllm_importance_sampling_correction) does so without dropout, which costs one more forward "
+            "pass over the completions of a rollout's first step. disable_dropout=True saves it."
+        )
+    return TrainingWindow(
+        args.gradient_accumulation_steps, args.num_iterations, device, evaluates_all=evaluates_all
+    )
 
 
 def build_agreement(

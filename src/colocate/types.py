@@ -131,6 +131,9 @@ class Sample:
     advantage: float | Tensor  # of the whole sequence, or [C] float32 in all samples of a rollout
     rollout_logprobs: Tensor | None = None  # [C] float32, from the engine; NaN where it could not tell
     old_logprobs: Tensor | None = None  # [C] float32, from the policy that generated; None: this very policy
+    logprobs_without_dropout: Tensor | None = None
+    """[C] float32, from the policy that is trained, if that has dropout and `old_logprobs` is None: what an
+    engine's log-probs, which have no dropout, can be compared with."""
     reference_logprobs: Tensor | None = None  # [C] float32, None without KL penalty
     loss_weight: float = 0.0
     """Factor on the sum of this sequence's token losses: the loss type's normalisation, worked out over the

@@ -14,11 +14,11 @@ from transformers import (
     XGLMConfig,
 )
 
+from colocate.policy.dropout import disable_dropout
 from colocate.policy.loading import (
     add_adapter,
     cast_to_bf16,
     check_vocabulary,
-    disable_dropout,
     load_model,
     set_pad_token,
     stop_token_ids,

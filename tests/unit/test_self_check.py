@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RMSNorm,
 )
 
-from colocate.policy.loading import disable_dropout
+from colocate.policy.dropout import disable_dropout
 from colocate.policy.self_check import check_stack, small_model_of
 from colocate.policy.stack import DecoderStack
 from colocate.weights.layouts import WeightPart, causal_lm, layout_for

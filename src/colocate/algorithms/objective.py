@@ -33,14 +33,27 @@ class LossBatch:
     entropy_weights: Tensor  # [B] from `normalization.entropy_weights`
     old_logprobs: Tensor | None = None  # [B, T]; None: the policy itself generated, the ratio is 1
     rollout_logprobs: Tensor | None = None  # [B, T] from the engine; NaN where it could not tell
+    logprobs_without_dropout: Tensor | None = None  # [B, T] of the policy itself; None: it has no dropout
     reference_logprobs: Tensor | None = None  # [B, T]; needed with beta > 0
     entropy_thresholds: Tensor | None = None  # [B]; no policy loss or entropy bonus for tokens below
 
     def without_padding(self) -> LossBatch:
         """A copy of the batch in which everything that is masked is 0."""
-        names = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
+        logprobs = ("old_logprobs", "rollout_logprobs", "logprobs_without_dropout", "reference_logprobs")
+        names = ("advantages", *logprobs)
         given = {name: x for name in names if (x := getattr(self, name)) is not None and x.ndim == 2}
         return replace(self, **{name: _fill_padding(values, self.mask) for name, values in given.items()})
+
+    def rollout_logprobs_beside(self, old_logprobs: Tensor) -> Tensor | None:
+        """The engine's log-probabilities [B, T], moved by the difference that dropout makes to the trainer's
+        `old_logprobs` [B, T].
+
+        Engines apply no dropout. Without this, ratios of the two would take its noise, which adds up over a
+        sequence, for a mismatch of kernels.
+        """
+        if self.rollout_logprobs is None or self.logprobs_without_dropout is None:
+            return self.rollout_logprobs
+        return self.rollout_logprobs + (old_logprobs - self.logprobs_without_dropout)
 
 
 class Objective:
@@ -99,9 +112,10 @@ class Objective:
         old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratios = policy_logprobs - old_logprobs
         ratios = RATIOS[params.importance_sampling_level](log_ratios, mask)
-        correction = self._correction(old_logprobs, batch, metrics)
+        rollout_logprobs = batch.rollout_logprobs_beside(old_logprobs)
+        correction = self._correction(old_logprobs, rollout_logprobs, mask, metrics)
         # The engine's log-probabilities see both causes of drift, other kernels and older weights.
-        behaviour_logprobs = old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
+        behaviour_logprobs = old_logprobs if rollout_logprobs is None else rollout_logprobs
 
         inputs = LossInputs(
             policy_logprobs=policy_logprobs,
@@ -145,19 +159,21 @@ class Objective:
             threshold=self.params.off_policy_mask_threshold,
         )
 
-    def _correction(self, old_logprobs: Tensor, batch: LossBatch, metrics: Metrics) -> Tensor | None:
+    def _correction(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor | None, mask: Tensor, metrics: Metrics
+    ) -> Tensor | None:
         params = self.params
-        if batch.rollout_logprobs is None or not params.vllm_importance_sampling_correction:
+        if rollout_logprobs is None or not params.vllm_importance_sampling_correction:
             return None
         ratios = correction_ratios(
             old_logprobs,
-            batch.rollout_logprobs,
-            batch.mask,
+            rollout_logprobs,
+            mask,
             mode=params.vllm_importance_sampling_mode,
             clip_min=params.vllm_importance_sampling_clip_min,
             clip_max=params.vllm_importance_sampling_clip_max,
         )
-        record_sampling_metrics(metrics, old_logprobs, batch.rollout_logprobs, batch.mask, ratios)
+        record_sampling_metrics(metrics, old_logprobs, rollout_logprobs, mask, ratios)
         return ratios
 
     def _kl(self, policy_logprobs: Tensor, ratios: Tensor, batch: LossBatch, metrics: Metrics) -> Tensor:

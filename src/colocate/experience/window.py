@@ -11,6 +11,9 @@ steps_per_generation = 2, num_iterations = 2 and gradient_accumulation_steps = 1
 Step 1 is on-policy: its own log-probs are the old log-probs. Steps 2 to 4 train on completions of an older
 policy and need that policy's log-probs. For slice 0 step 1 has computed them anyway; only slice 1 costs a
 forward pass.
+
+With dropout a step's own log-probs are noisy, and those of an engine are not. Then every slice is evaluated
+without dropout: these log-probs are compared with the engine's, and are the old ones of later passes.
 """
 
 from __future__ import annotations
@@ -35,12 +38,25 @@ class Slice:
 
 
 class TrainingWindow:
-    """Scored completions on their way into optimizer steps."""
+    """Scored completions on their way into optimizer steps.
 
-    def __init__(self, slices_per_step: int, num_iterations: int, device: torch.device) -> None:
+    Args:
+        slices_per_step: slices of a step; num_iterations: passes over each slice.
+        evaluates_all: ask for the log-probs without dropout of on-policy slices, too.
+    """
+
+    def __init__(
+        self,
+        slices_per_step: int,
+        num_iterations: int,
+        device: torch.device,
+        *,
+        evaluates_all: bool = False,
+    ) -> None:
         self.slices_per_step = slices_per_step
         self.num_iterations = num_iterations
         self._device = device
+        self._evaluates_all = evaluates_all
         self._queue: deque[Slice] = deque()  # one entry per visit; the visits of a slice share one object
         self._has_moved = False  # whether the policy has since the front of the queue was generated
 
@@ -59,7 +75,7 @@ class TrainingWindow:
         Args:
             slices: freshly generated and scored samples.
             old_logprobs: computes the current policy's log-probs of samples; called only for slices whose
-                first visit comes after the policy has moved.
+                first visit comes after the policy has moved, or for all (`evaluates_all`).
         """
         self._has_moved = self._has_moved and bool(self._queue)
         added = [Slice(list(samples), self.num_iterations) for samples in slices]
@@ -68,10 +84,12 @@ class TrainingWindow:
             # The new slices share a step with older completions, and then all samples of the step need old
             # log-probs.
             num_on_policy = 0
-        if later := added[num_on_policy:]:
-            logprobs = iter(old_logprobs([sample for entry in later for sample in entry.samples]))
-            for entry in later:
-                entry.samples = [replace(sample, old_logprobs=next(logprobs)) for sample in entry.samples]
+        first_evaluated = 0 if self._evaluates_all else num_on_policy
+        if evaluated := added[first_evaluated:]:
+            logprobs = iter(old_logprobs([sample for entry in evaluated for sample in entry.samples]))
+            for number, entry in enumerate(evaluated, first_evaluated):
+                name = "old_logprobs" if number >= num_on_policy else "logprobs_without_dropout"
+                entry.samples = [replace(sample, **{name: next(logprobs)}) for sample in entry.samples]
         for _ in range(self.num_iterations):
             self._queue.extend(added)
 
@@ -97,7 +115,7 @@ class TrainingWindow:
             step_logprobs = [next(logprobs) for _ in entry.samples]
             if entry.passes_left:
                 entry.samples = [
-                    sample if sample.old_logprobs is not None else replace(sample, old_logprobs=values)
+                    _off_policy(sample, values)
                     for sample, values in zip(entry.samples, step_logprobs, strict=True)
                 ]
 
@@ -132,3 +150,12 @@ class TrainingWindow:
             for name, value in fields.items()
         }
         return Sample(**on_device)
+
+
+def _off_policy(sample: Sample, step_logprobs: Tensor) -> Sample:
+    """The sample for a pass after its first, whose step had the log-probs [C]."""
+    if sample.old_logprobs is not None:
+        return sample
+    evaluated = sample.logprobs_without_dropout
+    old_logprobs = step_logprobs if evaluated is None else evaluated
+    return replace(sample, old_logprobs=old_logprobs, logprobs_without_dropout=None)

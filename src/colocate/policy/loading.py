@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from colocate.option_values import shown
+from colocate.policy.dropout import disable_dropout
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
 from colocate.weights.part_loading import load_part
@@ -339,17 +339,6 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
         # PEFT asks by a name that transformers has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return get_peft_model(model, peft_config)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Turn off all dropout, attention's included, so that policy and rollout log-probabilities agree."""
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-            continue
-        # Other dropout is a rate that a module passes to a function: `attention_dropout`, `layerdrop`.
-        for name in [name for name, x in vars(module).items() if "drop" in name and isinstance(x, float)]:
-            setattr(module, name, 0.0)
 
 
 def enable_gradient_checkpointing(

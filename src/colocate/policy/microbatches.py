@@ -88,6 +88,7 @@ def loss_batch(samples: Sequence[Sample]) -> LossBatch:
         entropy_weights=scalars("entropy_weight"),
         old_logprobs=padded("old_logprobs"),
         rollout_logprobs=padded("rollout_logprobs"),
+        logprobs_without_dropout=padded("logprobs_without_dropout"),
         reference_logprobs=padded("reference_logprobs"),
         entropy_thresholds=None if samples[0].entropy_threshold is None else scalars("entropy_threshold"),
     )

@@ -20,9 +20,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import get_total_norm
 
+from colocate.policy.dropout import dropout_rates
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.stack import DecoderStack, LayerContext
@@ -202,15 +202,9 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
 
 
 def _advice(model: nn.Module) -> str:
-    # The names and rates of all dropout modules and attributes; LoRA's dropout is the stack's own.
-    rates = [
-        (name if key == "p" else f"{name}.{key}", rate)
-        for name, module in model.named_modules()
-        for key, rate in vars(module).items()
-        if (isinstance(module, _DropoutNd) and key == "p") or ("drop" in key and isinstance(rate, float))
-    ]
-    for name, rate in rates:
-        if rate and ".lora_dropout." not in name:
+    for path, _, key, rate in dropout_rates(model):
+        name = path if key == "p" else f"{path}.{key}"
+        if rate and ".lora_dropout." not in name:  # which is the stack's own
             return (
                 f"The model has dropout that the stack does not apply ({name} = {rate}): set "
                 "disable_dropout=True, or 0 in the model's configuration."
