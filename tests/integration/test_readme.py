@@ -84,7 +84,8 @@ def test_no_command_is_forgotten():
         "colocate plan recipes/quickstart.yaml",
         "colocate report runs/quickstart",
         "colocate chat runs/quickstart",
-        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4",
+        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4 --reward_funcs "
+        "examples/quickstart/addition.py:correct",
         "colocate train --help",
         "torchrun --nproc_per_node 2 -m colocate train recipes/quickstart.yaml",
     }
@@ -115,7 +116,9 @@ def test_commands_on_the_quickstart(quickstart, checkout):
     assert "--num_generations (default: 8)" in run("colocate train --help", checkout)
     assert run("echo 12+34= | colocate chat runs/quickstart", checkout).strip()
     measured = run(
-        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4 --max_rows 32", checkout
+        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4 --reward_funcs "
+        "examples/quickstart/addition.py:correct --max_rows 32",
+        checkout,
     )
     gained = re.search(r"Accuracy of runs/quickstart minus that of runs/quickstart/model: ([\d.]+)", measured)
     assert gained and float(gained[1]) > 0.3, measured

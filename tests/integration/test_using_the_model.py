@@ -43,10 +43,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/using-the-model.md").read_text(encoding="utf-8")
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-    for room in ("commands", "checkpoints", "weights")
+    for room in ("commands", "checkpoints", "inference", "weights")
     for path in (ROOT / "src/colocate" / room).glob("*.py")
 )
 BASE = "Qwen/Qwen2.5-0.5B-Instruct"
+REWARDS = "--reward_funcs rewards.py:final_answer"
 TINY = """
 lora_r: 8
 max_steps: 30
@@ -117,7 +118,7 @@ def test_the_run_ends_with_what_to_type_next(home, capsys):
     at = printed.index("Model: runs/sums, an adapter on model")
     assert printed[at + 1 :] == [
         "Talk to it: colocate chat runs/sums",
-        "Measure it: colocate eval model runs/sums --dataset HELD_OUT --num_samples 4",
+        f"Measure it: colocate eval model runs/sums --dataset HELD_OUT {REWARDS} --num_samples 4",
         "Merge it: colocate merge runs/sums runs/sums-merged",
     ]
 
@@ -141,7 +142,7 @@ def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, c
     assert has_bars[-1] is False, "a bar would stand between the last lines"
     assert transformers_logging.is_progress_bar_enabled()
     (measure,) = [line for line in printed if line.startswith("Measure it: ")]
-    assert measure == "Measure it: colocate eval model runs/split --num_samples 4"
+    assert measure == f"Measure it: colocate eval model runs/split {REWARDS} --num_samples 4"
     assert "split: 2 prompts x 4" in run(measure.removeprefix("Measure it: "), capsys)
 
 
@@ -165,8 +166,8 @@ def test_greedy_answers_through_a_pipe_are_those_of_generate(home, capsys, monke
 
 def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home, capsys):
     command = (
-        "colocate eval Qwen/Qwen2.5-0.5B-Instruct runs/sums --dataset test.jsonl --num_samples 8 "
-        "--output results.json"
+        "colocate eval Qwen/Qwen2.5-0.5B-Instruct runs/sums --dataset test.jsonl "
+        "--reward_funcs rewards.py:final_answer --num_samples 8 --output results.json"
     )
     printed = run(command, capsys)
     (title,) = re.findall(r"```\n(test.jsonl: .*), up to 256 tokens\n```", PAGE)
@@ -201,6 +202,7 @@ def test_completions_that_were_not_judged_are_told(home, capsys):
 def test_another_engine_and_the_merged_model_measure_alike(home, capsys):
     run("colocate merge runs/sums runs/sums-merged", capsys)
     greedy = "colocate eval runs/sums runs/sums-merged --dataset test.jsonl --temperature 0 --output {}.json"
+    greedy += f" {REWARDS}"
     for engine in ("native", "transformers"):
         run(greedy.format(engine) + f" --engine {engine}", capsys)
     counts = [
@@ -310,7 +312,8 @@ BAD = {
     "colocate eval model runs/sums": "is what the run was trained on, and nothing of it was held out",
     "colocate eval model --dataset test.jsonl": "There is no reward function",
     "colocate eval model --dataset test.jsonl --reward_funcs rewards.py:final_answer": "no column 'prompt'",
-    "colocate eval runs/sums --dataset test.json": "Did you mean 'test.jsonl'",
+    "colocate eval runs/sums --dataset test.jsonl": "give --reward_funcs rewards.py:final_answer",
+    f"colocate eval runs/sums --dataset test.json {REWARDS}": "Did you mean 'test.jsonl'",
     "colocate eval runs/sums --dataset test.jsonl --k 4": "Set --num_samples 4",
     "colocate eval runs/sums --dataset test.jsonl --reward_funcs accuracy_reward": "needs the argument",
     "colocate eval runs/sums --dataset test.jsonl --output no/where.json": "there is no directory 'no'",
@@ -331,7 +334,7 @@ def test_bad_input_is_told_in_one_message(home, capsys, command, message):
 
 def test_messages_of_the_page_are_those_of_the_code():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
-    assert len(messages) == 6
+    assert len(messages) == 8
     for message in messages:
         assert message in SOURCES, message
 
@@ -342,7 +345,7 @@ def test_an_adapter_is_not_put_onto_another_model(home, capsys):
     for command in (
         "colocate merge runs/sums out",
         "colocate chat runs/sums",
-        "colocate eval runs/sums --dataset test.jsonl",
+        "colocate eval runs/sums --dataset test.jsonl --reward_funcs rewards.py:final_answer",
     ):
         words = run(f"{command} --base other", capsys, code=1)
         assert "has the same names and shapes, and the fingerprint" in words
@@ -397,14 +400,14 @@ def with_option(directory: Path, option: str) -> Path:
 
 def test_what_a_run_has_evaluated_on_is_measured_where_it_has_a_name(home, capsys, tmp_path):
     copy = with_option(tmp_path / "copy", "eval_dataset_name: test.jsonl")
-    assert "test.jsonl: 2 prompts x 1, greedy" in run(f"colocate eval {copy}", capsys)
+    assert "test.jsonl: 2 prompts x 1, greedy" in run(f"colocate eval {copy} {REWARDS}", capsys)
 
 
 def test_a_share_of_a_run_that_did_not_evaluate_was_not_held_out(home, capsys, tmp_path):
     copy = with_option(tmp_path / "copy", "test_split_size: 0.5")
-    words = run(f"colocate eval {copy}", capsys, code=1)
+    words = run(f"colocate eval {copy} {REWARDS}", capsys, code=1)
     assert "test_split_size=0.5 held nothing out: all rows were trained on" in words
-    assert "train.jsonl: 6 prompts" in run(f"colocate eval {copy} --split train", capsys)
+    assert "train.jsonl: 6 prompts" in run(f"colocate eval {copy} --split train {REWARDS}", capsys)
 
 
 def test_what_a_run_held_out_of_its_own_data_is_measured_on(home, capsys, monkeypatch):
@@ -430,7 +433,7 @@ def test_what_a_run_held_out_of_its_own_data_is_measured_on(home, capsys, monkey
     printed = run(f"colocate train run.yaml {options}", capsys)
     (rows,) = evaluated
     assert len(rows) == 3
-    assert "Measure it: colocate eval model runs/own --num_samples 4\n" in printed
+    assert f"Measure it: colocate eval model runs/own {REWARDS} --num_samples 4\n" in printed
     measure = "colocate eval model runs/own --reward_funcs noting.py:noting --output own.json"
     printed = run(measure, capsys)
     which = "Rows that runs/own was not trained on: test_split_size=0.4 held out 3 of 7"
@@ -440,7 +443,7 @@ def test_what_a_run_held_out_of_its_own_data_is_measured_on(home, capsys, monkey
     assert f"{which}, and these are the first 2 of them.\n" in run(f"{measure} --max_rows 2", capsys)
 
     Path("all.jsonl").write_text("".join(map(question, (1, 0, *range(2, 8)))))
-    words = run("colocate eval runs/own", capsys, code=1)
+    words = run(f"colocate eval runs/own {REWARDS}", capsys, code=1)
     assert "The data have changed since runs/own was trained: 4 rows were left to train on" in words
 
 

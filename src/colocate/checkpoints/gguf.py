@@ -7,6 +7,7 @@ script as a package; a checkout of llama.cpp has the script itself.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
 
     Args:
         command: as `converter_command` returns it.
+        model: a copy of the model's directory for the converter alone. The code in it is removed: the
+            converter would run it for some architectures, whoever wrote it.
         kind: the converter's `--outtype`.
 
     Raises:
@@ -62,6 +65,7 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
         ValueError: the converter refuses the model, such as a tokenizer that llama.cpp does not know; with
             its last lines.
     """
+    _leave_code_out(model)
     partial = file.with_name(f".{file.name}.partial")
     words = [*command, str(model), "--outfile", str(partial), "--outtype", kind]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -76,3 +80,13 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
         said = "\n".join(lines[-_LAST_LINES:])
         raise ValueError(f"llama.cpp's converter could not convert the model; it says:\n{said}")
     partial.rename(file)
+
+
+def _leave_code_out(model: Path) -> None:
+    """Remove a model's own modules, and the entries by which transformers finds them here or on the Hub."""
+    for file in model.rglob("*.py"):
+        file.unlink()
+    for file in model.glob("*.json"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.pop("auto_map", None) is not None:
+            file.write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -4,6 +4,7 @@ or a name on the Hub."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from colocate.weights.weight_files import found_file
 
 RUN_FILE = "config.yaml"
 """The options of a run of `colocate train`, which it writes into its directory."""
+_OF_CODE = (
+    *("trust_remote_code", "model_init_kwargs", "reward_funcs", "tools", "environment_factory"),
+    *("vllm_engine_kwargs", "trtllm_engine_kwargs"),
+)
+"""Options that decide which code is run. Whoever wrote a model's directory wrote its options, too."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,9 @@ class SavedModel:
         base: directory or Hub name of the whole weights.
         adapter: directory or Hub name of the adapter on them; None: there is none.
         revision: branch, tag or commit of the base on the Hub.
-        options: the options of the run that trained it; empty if they are not known.
+        options: the options of the run that trained it, without those in `code`; empty if they are not known.
+        code: the options of that run which decide which code is run. A command may say what they are; only
+            its user may have them followed.
     """
 
     name: str
@@ -36,6 +44,7 @@ class SavedModel:
     adapter: str | None = None
     revision: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -51,7 +60,7 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
 
     Raises:
         ValueError: there is no such directory, it has no model, or the adapter's base is not there; `base`
-            for what is no adapter.
+            for what is no adapter; or the run's options beside the model are another user's.
     """
     directory = _directory_of(name)
     place = name if directory is None else str(directory)
@@ -64,7 +73,7 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
             raise ValueError(
                 f"There is no directory {name!r}, and no model of this name on the Hub or in its cache here."
             )
-        return SavedModel(name, place, options=_options_near(directory))
+        return SavedModel(name, place, **_options_of(directory))
     config = json.loads(config_file.read_text(encoding="utf-8"))
     found = base or str(config.get("base_model_name_or_path") or "")
     if not found:
@@ -80,7 +89,7 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
             + ("" if _is_path(found) else ", and no model of this name on the Hub or in its cache here")
             + ". Name the model with --base, or start the command where the run was started."
         )
-    return SavedModel(name, found, place, revision, _options_near(directory))
+    return SavedModel(name, found, place, revision, **_options_of(directory))
 
 
 def _is_path(name: str) -> bool:
@@ -109,13 +118,39 @@ def _directory_of(name: str) -> Path | None:
     )
 
 
-def _options_near(directory: Path | None) -> dict[str, Any]:
-    """The options of the run that a directory is, or lies in. A run from Python has those that were set in
-    its record."""
-    for place in () if directory is None else (directory, directory.parent):
+def _options_of(directory: Path | None) -> dict[str, dict[str, Any]]:
+    """The options of the run that a directory is, or of which it is a checkpoint, as `SavedModel` has them. A
+    run from Python has those that were set in its record."""
+    options: dict[str, Any] = {}
+    for place in _run_directories(directory):
         if (place / RUN_FILE).is_file():
-            return read_file(place / RUN_FILE)
+            _check_owner(place / RUN_FILE, directory)
+            options = read_file(place / RUN_FILE)
+            break
         if (place / METRICS_FILE).is_file() and (place / RECORD_FILE).is_file():
-            record = json.loads((place / RECORD_FILE).read_text(encoding="utf-8"))
-            return dict(record.get("options") or {})
-    return {}
+            _check_owner(place / RECORD_FILE, directory)
+            options = json.loads((place / RECORD_FILE).read_text(encoding="utf-8")).get("options") or {}
+            break
+    code = {name: value for name, value in options.items() if name in _OF_CODE and value}
+    return {"options": {k: v for k, v in options.items() if k not in _OF_CODE}, "code": code}
+
+
+def _run_directories(directory: Path | None) -> list[Path]:
+    """Where options are that hold for a model. What lies above it counts only where it is a checkpoint."""
+    if directory is None:
+        return []
+    whole = directory.resolve()
+    return [directory, *([whole.parent] if whole in sealed.list_checkpoints(whole.parent) else [])]
+
+
+def _check_owner(file: Path, directory: Path | None) -> None:
+    """Raises ValueError if another user wrote a file than this one or the one whose model it describes."""
+    assert directory is not None
+    described = (directory / name for name in ("config.json", ADAPTER_CONFIG))
+    trusted = {os.geteuid(), 0, *(path.stat().st_uid for path in described if path.is_file())}
+    if (owner := file.stat().st_uid) not in trusted:
+        raise ValueError(
+            f"{file} is not to be trusted: it says how the model in {directory} was trained, and it is uid "
+            f"{owner}'s, who is neither this user (uid {os.geteuid()}) nor the model's owner. Delete it, or "
+            "move the model to a directory of yours."
+        )

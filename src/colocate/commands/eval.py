@@ -6,8 +6,9 @@ import argparse
 import gc
 import itertools
 import json
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,8 +31,9 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser(
         "eval",
         help=SUMMARY,
-        description=f"{SUMMARY}. Dataset and reward functions are those of the first run named, unless "
-        "they are given. Intervals are of 95% confidence, over prompts. Differences are to the first model.",
+        description=f"{SUMMARY}. Dataset and built-in reward functions are those of the first run named, "
+        "unless they are given. Intervals are of 95% confidence, over prompts. Differences are to the first "
+        "model.",
         usage="colocate eval MODEL [MODEL ...] [options]",
         allow_abbrev=False,
     )
@@ -45,7 +47,8 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--reward_funcs",
         nargs="+",
-        help="as in a run file; a completion is right by the first of them (default: those of the run)",
+        help="as in a run file; a completion is right by the first of them (default: those of the run, if "
+        "they are built in)",
     )
     command.add_argument(
         "--correct_at",
@@ -87,8 +90,8 @@ def run(known: argparse.Namespace) -> int:
 
     from colocate.types import SamplingParams
 
-    run_of = next((saved for saved in models if saved.options), models[0])
-    task = _task(known, run_of.options)
+    run_of = next((saved for saved in models if saved.options or saved.code), models[0])
+    task = _task(known, run_of)
     rows, held_out = _rows(task, known, run_of)
     rewards = _rewards(task)
     _check_columns(rewards, rows)
@@ -124,7 +127,7 @@ def _ks(known: argparse.Namespace) -> list[int]:
     return sorted(set(known.k))
 
 
-def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
+def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
     """What is measured, as a run's options say it: those given, else those of the run.
 
     Raises:
@@ -135,6 +138,7 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
     from colocate.run_config import RunConfig, parse_run
 
     names = {field.name for field in fields(RunConfig)}
+    options = {**run_of.options, **run_of.code}
     task, _ = parse_run({name: value for name, value in options.items() if name in names})
     if task.tools or task.environment_factory:
         raise ValueError(
@@ -162,7 +166,7 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
         )
     else:
         task.dataset_test_split = known.split or task.dataset_test_split
-    task.reward_funcs = known.reward_funcs or task.reward_funcs
+    task.reward_funcs = known.reward_funcs or _built_in(task.reward_funcs, run_of)
     if task.dataset_name is None and not task.datasets:
         raise ValueError("There is no dataset: no run named has one, so give --dataset.")
     if known.reward_funcs:
@@ -170,6 +174,23 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
     if not task.reward_funcs and task.reward_model_name_or_path is None:
         raise ValueError("There is no reward function: no run named has one, so give --reward_funcs.")
     return task
+
+
+def _built_in(names: list[str], run_of: SavedModel) -> list[str]:
+    """The reward functions that a run's directory names, which may be no code of its own.
+
+    Raises:
+        ValueError: one is not built in.
+    """
+    from colocate.rewards.registry import BUILT_IN
+
+    if own := [name for name in names if name not in BUILT_IN]:
+        raise ValueError(
+            f"{run_of.name} says that it was trained with {', '.join(own)}. That is code, and which code is "
+            f"run is not for a model's directory to say: if you trust it, give --reward_funcs "
+            f"{shlex.join(names)}"
+        )
+    return names
 
 
 def _split_of(name: str) -> str:
@@ -197,7 +218,7 @@ def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tup
     if _is_held_out(task, known):
         from colocate.inference.held_out import held_out_rows
 
-        held_out = held_out_rows(run_of, known.max_rows)
+        held_out = held_out_rows(run_of, known.max_rows, trust_remote_code=known.trust_remote_code)
         task.dataset_name = held_out.dataset
         return held_out.rows, held_out.words
     dataset = DatasetEntry(
@@ -217,9 +238,14 @@ def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tup
 def _rewards(task: RunConfig) -> RewardFunctions:
     from colocate.rewards import get_reward_function
     from colocate.rewards.base import RewardFunctions
+    from colocate.rewards.registry import BUILT_IN
 
     models = [task.reward_model_name_or_path] if task.reward_model_name_or_path else []
-    return RewardFunctions([*models, *(get_reward_function(name) for name in task.reward_funcs)])
+    functions = [get_reward_function(name) for name in task.reward_funcs]
+    for name, function in zip(task.reward_funcs, functions, strict=True):
+        if name not in BUILT_IN and (code := getattr(function, "__code__", None)) is not None:
+            print(f"colocate eval: {name} is run from {code.co_filename}", file=sys.stderr)
+    return RewardFunctions([*models, *functions])
 
 
 def _check_columns(rewards: RewardFunctions, rows: Sequence[Row]) -> None:

@@ -202,7 +202,7 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
         from colocate.config import GRPOConfig
         from colocate.reporting.messages import model_saved, say_row
         from colocate.reporting.panel import without_bars
-        from colocate.rewards.registry import get_tool
+        from colocate.rewards.registry import BUILT_IN, get_tool
         from colocate.run_config import RunFileWriter, parse_run
         from colocate.run_data import RunData
         from colocate.trainer import GRPOTrainer
@@ -242,6 +242,8 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
                 is_adapter=run.use_peft,
                 held_out=eval_dataset is not None and bool(is_known),
                 has_turns=bool(run.tools or run.environment_factory),
+                own_rewards=run.reward_funcs if set(run.reward_funcs) - BUILT_IN.keys() else (),
+                has_own_code=config.trust_remote_code,
             )
         )
 

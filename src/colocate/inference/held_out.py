@@ -19,7 +19,7 @@ from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
 from colocate.run_config import parse_run
 from colocate.run_data import RunData
 
-_OF_DATA = ("apply_chat_template", "chat_template_kwargs", "trust_remote_code", "dataset_weights")
+_OF_DATA = ("apply_chat_template", "chat_template_kwargs", "dataset_weights")
 """Options of `GRPOConfig` that decide which rows a run trains on, and how their prompts are made."""
 
 
@@ -38,12 +38,15 @@ class HeldOut:
     words: str
 
 
-def held_out_rows(saved: SavedModel, max_rows: int | None = None) -> HeldOut:
+def held_out_rows(
+    saved: SavedModel, max_rows: int | None = None, *, trust_remote_code: bool = False
+) -> HeldOut:
     """Split the training data of a run as the run itself did.
 
     Args:
         saved: a model whose run had `test_split_size`.
         max_rows: return the first rows only, this many at most.
+        trust_remote_code: run code that comes with the tokenizer by which the run measured prompts.
 
     Raises:
         ValueError: the run did not evaluate, so that it trained on all rows; its checkpoints say that it
@@ -59,6 +62,7 @@ def held_out_rows(saved: SavedModel, max_rows: int | None = None) -> HeldOut:
         )
     config = GRPOConfig(
         output_dir="unused", report_to="none", gradient_checkpointing=False, bf16=False, eval_on_start=True,
+        trust_remote_code=trust_remote_code,
         **{name: options[name] for name in _OF_DATA if name in options},
     )  # fmt: skip
     data = RunData(run, config)

@@ -4,8 +4,10 @@ training."""
 from __future__ import annotations
 
 import json
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +29,12 @@ from colocate.weights.adapter_files import read_adapter
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
 
 _OF_TRAINING = (
-    *("trust_remote_code", "bf16", "chat_template_kwargs", "max_num_seqs", "page_size", "use_cpu"),
-    *("vllm_engine_kwargs", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_model_impl"),
+    *("bf16", "chat_template_kwargs", "max_num_seqs", "page_size", "use_cpu"),
+    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_model_impl"),
 )
 """Options of the run that trained a model which also hold when it generates."""
+_CODE_IS_NEEDED = "contains custom code", "references custom code"
+"""How transformers refuses a model whose code nobody has allowed."""
 _OF_4_BITS = ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 
 
@@ -75,10 +79,12 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
     Args:
         is_any_base: see `SavedAdapter.check_fits`.
         options: of `GRPOConfig`, and those of `RunConfig` that say in which type or how in 4 bits weights
-            are loaded. They replace the options of the run that trained the model.
+            are loaded. They replace the options of the run that trained the model. Code that comes with a
+            model is run only if they have `trust_remote_code`, whatever the run had.
 
     Raises:
-        ValueError: the model cannot be loaded, or the adapter is for another one.
+        ValueError: the model cannot be loaded or needs code that is not trusted, or the adapter is for
+            another one.
         OSError: the model or its tokenizer is not found.
         ImportError: the adapter needs PEFT, or 4-bit weights need bitsandbytes, and it is not installed.
     """
@@ -92,9 +98,10 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
         output_dir="unused", report_to="none", gradient_checkpointing=False,
         model_init_kwargs=model_init_kwargs, **values,
     )  # fmt: skip
+    _say_what_does_not_hold(saved, config)
     accelerator = set_up_process(config)
     quantization = _quantization(four_bits, config) if four_bits.get("load_in_4bit") else None
-    with without_bars():
+    with without_bars(), _asking_for_trust(saved):
         model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None)
         if saved.adapter is not None:
             model = _with_adapter(model, saved, is_any_base)
@@ -102,9 +109,41 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
     model.eval().requires_grad_(False)
     own = saved.place if found_file(saved.place, "tokenizer_config.json") is not None else saved.base
     trust = config.trust_remote_code
-    given = AutoTokenizer.from_pretrained(own, trust_remote_code=trust)
-    tokenizer = load_tokenizer(model, given, trust_remote_code=trust)
+    with _asking_for_trust(saved):
+        given = AutoTokenizer.from_pretrained(own, trust_remote_code=trust)
+        tokenizer = load_tokenizer(model, given, trust_remote_code=trust)
     return LoadedModel(saved, model, tokenizer, config, accelerator)
+
+
+def _say_what_does_not_hold(saved: SavedModel, config: GRPOConfig) -> None:
+    """Print which options of the run were not taken, as they would run code that its directory names."""
+    if saved.code.get("trust_remote_code") and not config.trust_remote_code:
+        print(
+            f"colocate: {saved.name} says that it was trained with trust_remote_code. Code that comes with a "
+            "model is run only with --trust_remote_code.",
+            file=sys.stderr,
+        )
+    if saved.code.get("vllm_engine_kwargs") and config.engine == "vllm":
+        names = ", ".join(saved.code["vllm_engine_kwargs"])
+        print(
+            f"colocate: {saved.name} says that it was trained with vllm_engine_kwargs ({names}). They can "
+            "name code, and are not taken from a model's directory.",
+            file=sys.stderr,
+        )
+
+
+@contextmanager
+def _asking_for_trust(saved: SavedModel) -> Iterator[None]:
+    """Say with which option of the command a model is loaded whose own code transformers refuses to run."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(words in str(error) for words in _CODE_IS_NEEDED):
+            raise
+        raise ValueError(
+            f"{saved.name} is loaded by code that comes with it, which can do all that you can do. Read it "
+            f"in {saved.base}; if you trust it, give --trust_remote_code."
+        ) from error
 
 
 def _with_adapter(model: Any, saved: SavedModel, is_any_base: bool) -> Any:

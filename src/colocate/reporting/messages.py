@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,22 +82,36 @@ def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume:
     return f"{saved}\nResume with: {how_to_resume}"
 
 
-def model_saved(run_dir: Path, base: str, *, is_adapter: bool, held_out: bool, has_turns: bool) -> str:
+def model_saved(
+    run_dir: Path,
+    base: str,
+    *,
+    is_adapter: bool,
+    held_out: bool,
+    has_turns: bool,
+    own_rewards: Sequence[str] = (),
+    has_own_code: bool = False,
+) -> str:
     """The text that `colocate train` ends with: where the model is, and what can be done with it.
 
     Args:
         base: the model that training started from, as the run names it.
         held_out: whether `colocate eval` finds prompts that the run did not train on without being told.
         has_turns: whether the run had tools or an environment, which `colocate eval` does without.
+        own_rewards: the run's reward functions, if `colocate eval` takes them from its user alone.
+        has_own_code: whether the model may need code that comes with it.
     """
     here = shlex.quote(short_path(run_dir))
     dataset = "" if held_out else " --dataset HELD_OUT"
+    rewards = f" --reward_funcs {shlex.join(own_rewards)}" if own_rewards else ""
+    trust = " --trust_remote_code" if has_own_code else ""
     lines = [
         f"Model: {short_path(run_dir)}" + (f", an adapter on {base}" if is_adapter else ""),
-        f"Talk to it: colocate chat {here}",
+        f"Talk to it: colocate chat {here}{trust}",
     ]
     if not has_turns:
-        lines.append(f"Measure it: colocate eval {shlex.quote(base)} {here}{dataset} --num_samples 4")
+        models = f"{shlex.quote(base)} {here}"
+        lines.append(f"Measure it: colocate eval {models}{dataset}{rewards} --num_samples 4{trust}")
     if is_adapter:
         lines.append(f"Merge it: colocate merge {here} {here}-merged")
     return "\n".join(lines)
