@@ -304,10 +304,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     reward_weights: list[float] | None = None
     """One weight per reward function, in the order of `reward_funcs`. None: every weight is 1."""
-    reward_timeout_s: Annotated[float | None, _SECONDS] = None
+    reward_timeout_s: Annotated[float | None, _SECONDS] = 1800.0
     """Seconds that each reward function may take for the completions of a rollout. A function that takes
-    longer ends the run with an error that names it. None: no limit. The trainer must be in the main
-    thread."""
+    longer ends the run with an error that names it; where the trainer is not in the main thread, it ends the
+    process. None: no limit."""
 
     # ── Dynamic sampling ─────────────────────────────────────────────────────────────────────────────────
 

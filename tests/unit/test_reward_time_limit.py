@@ -154,19 +154,14 @@ def test_async_function_that_blocks_the_loop():
     release.set()
 
 
-def test_only_the_main_thread_can_be_interrupted():
-    caught = []
-
-    def run():
-        try:
-            score(lambda **kwargs: [0, 0, 0])
-        except RuntimeError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=run, name="worker")
+def test_outside_the_main_thread_a_limit_warns_that_nothing_can_be_interrupted(caplog):
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.extend(score(lambda **kwargs: [0, 1, 2])), name="worker")
     thread.start()
     thread.join()
-    assert "reward_timeout_s=0.5, but the trainer runs in the thread 'worker'" in caught[0]
+    assert rewards == [[0.0], [1.0], [2.0]]
+    assert "runs in the thread 'worker', and only the main thread can be interrupted" in caplog.text
+    assert "reward_timeout_s=0.5 s ends the process 10 s later" in caplog.text
 
 
 def hold_the_interpreter(**kwargs):
@@ -185,8 +180,26 @@ def swallow_everything(**kwargs):
             continue
 
 
-@pytest.mark.parametrize("func", [hold_the_interpreter, hold_the_interpreter_in_the_loop, swallow_everything])
-def test_what_cannot_be_interrupted_ends_the_process(func, monkeypatch, tmp_path):
+def sleep_long(**kwargs):
+    time.sleep(100)
+
+
+def score_in_a_thread(func):
+    thread = threading.Thread(target=score, args=(func,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("score_it", "func"),
+    [
+        (score, hold_the_interpreter),
+        (score, hold_the_interpreter_in_the_loop),
+        (score, swallow_everything),
+        (score_in_a_thread, sleep_long),
+    ],
+)
+def test_what_cannot_be_interrupted_ends_the_process(score_it, func, monkeypatch, tmp_path):
     monkeypatch.setattr(time_limit, "GRACE_S", 0.5)
     monkeypatch.setattr(time_limit, "REPEAT_S", 0.2)
     child = os.fork()
@@ -194,7 +207,7 @@ def test_what_cannot_be_interrupted_ends_the_process(func, monkeypatch, tmp_path
         try:
             signal.setitimer(signal.ITIMER_REAL, 120)  # of a test that fails
             os.dup2(os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY), 2)
-            score(func)
+            score_it(func)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)

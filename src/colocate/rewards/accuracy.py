@@ -7,8 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from colocate.rewards.answer_size import is_too_large
 from colocate.rewards.answer_text import final_answer, readable
 from colocate.rewards.completions import Completions, completion_text
+
+_WRITING_S = 2
+"""Seconds in which an answer must be written as text."""
 
 
 def accuracy_reward(
@@ -103,5 +107,23 @@ def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
         extraction_mode="first_match",
         parsing_timeout=parsing_timeout,
     )
-    reward = float(verify(gold, answer, timeout_seconds=verify_timeout))
-    return reward, str(gold), str(answer) if answer else "[unparseable]"
+    if is_too_large(answer) != is_too_large(gold):  # sympy would work on all digits to tell them apart
+        reward = 0.0
+    else:
+        reward = float(verify(gold, answer, timeout_seconds=verify_timeout))
+    return reward, _words(gold, in_main_thread), _words(answer, in_main_thread)
+
+
+def _words(parsed: Sequence[Any], in_main_thread: bool) -> str:
+    """Write what was parsed for the completions table; sympy works numbers out in order to sort terms."""
+    if not parsed:
+        return "[unparseable]"
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+
+    if not is_too_large(parsed):
+        try:
+            return timeout(_WRITING_S if in_main_thread else None)(str)(parsed)
+        except (Exception, TimeoutException):  # such as more digits than Python writes
+            pass
+    return next((item for item in parsed if isinstance(item, str)), "[too large]")

@@ -135,9 +135,8 @@ class RewardFunctions:
         Raises:
             RewardError: a function raised, took longer than `timeout_s`, did not return one finite number or
                 None per completion, or logged under a name that the trainer uses.
-            RuntimeError: `timeout_s` is set, and this is not the main thread.
         """
-        self._limit.check_thread()
+        self._limit.warn_of_thread()
         shared = {
             "prompts": prompts,
             "completions": completions,

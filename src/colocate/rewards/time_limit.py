@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import signal
 import threading
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from colocate.rewards.errors import RewardTimeout
+from colocate.rewards.last_resort import LAST_RESORT
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +19,6 @@ REPEAT_S = 1.0
 """A function that swallowed its interruption is interrupted again after this many seconds, and again."""
 GRACE_S = 10.0
 """A function that still runs this many seconds after its limit ends the process."""
-
-_STDERR = 2
 
 
 class TimeLimit:
@@ -34,8 +32,10 @@ class TimeLimit:
     - A timer of the process's CPU time sends SIGVTALRM, too, for C code that keeps all threads from running
       but looks for signals, as regular expressions and large integers do.
     - If neither helps, because C code never looks for signals or the function swallows the exception, then
-      `GRACE_S` seconds later `faulthandler` prints where each thread is and ends the process with status 1,
+      `GRACE_S` seconds later the last resort prints where each thread is and ends the process with status 1,
       so that the run does not hang.
+
+    In another thread nothing can be interrupted: there the last resort alone is left.
 
     Args:
         timeout_s: Seconds that each call may take; None: no limit.
@@ -48,6 +48,7 @@ class TimeLimit:
     ) -> None:
         self.timeout_s = timeout_s
         self.kind, self.option = kind, option
+        self._has_warned = False
 
     def check_thread(self) -> None:
         """Raises RuntimeError outside the main thread, which is the only thread that can be interrupted."""
@@ -58,21 +59,37 @@ class TimeLimit:
                 f"and only the main thread can be interrupted. Train there, or set {self.option}=None."
             )
 
+    def warn_of_thread(self) -> None:
+        """Say once, outside the main thread, that a function which takes too long ends the process."""
+        thread = threading.current_thread()
+        if self.timeout_s is not None and thread is not threading.main_thread() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "The trainer runs in the thread %r, and only the main thread can be interrupted: a %s that "
+                "takes longer than %s=%g s ends the process %g s later. Train in the main thread to get an "
+                "error, or set %s=None for no limit.",
+                thread.name,
+                self.kind,
+                self.option,
+                self.timeout_s,
+                GRACE_S,
+                self.option,
+            )
+
     def arm_last_resort(self) -> None:
         """Let the process end in `timeout_s` + `GRACE_S` seconds, unless this or `disarm` is called before.
 
-        A thread of `faulthandler` ends the process; it does not need Python's global lock to run. It must be
-        armed before any thread starts code that could hold that lock.
+        It must be armed before any thread starts code that could hold Python's global lock.
         """
         if self.timeout_s is not None:
-            faulthandler.dump_traceback_later(self.timeout_s + GRACE_S, exit=True, file=_STDERR)
+            LAST_RESORT.arm(self, self.timeout_s + GRACE_S)
 
     def disarm_last_resort(self) -> None:
         if self.timeout_s is not None:
-            faulthandler.cancel_dump_traceback_later()
+            LAST_RESORT.disarm(self)
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Call `function` in the main thread and return what it returns.
+        """Call `function` and return what it returns.
 
         Args:
             name: The function's name for the log.
@@ -80,7 +97,7 @@ class TimeLimit:
         Raises:
             RewardTimeout: it took longer than `timeout_s`.
         """
-        if self.timeout_s is None:
+        if self.timeout_s is None or threading.current_thread() is not threading.main_thread():
             return function()
         watch = _Watch(f"{self.kind} {name!r}", self.timeout_s, self.option)
         try:
