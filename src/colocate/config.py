@@ -27,7 +27,7 @@ from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
-from colocate.option_names import TWINS, override, resolve
+from colocate.option_names import TWINS, override, resolve, with_present_names
 from colocate.option_values import coerce, nearest, types_of
 from colocate.options import (
     CHOICES,
@@ -404,6 +404,8 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         self._read_values()
         self.engine = OLDER_NAMES.get(self.engine, self.engine)
         notices = translate(self, os.environ) + resolve(self, defaults)
+        if self.model_init_kwargs:
+            self.model_init_kwargs = with_present_names(self.model_init_kwargs)
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "rollout_server"
         notices += check_support(self) + resolve_correction(self)

@@ -30,6 +30,10 @@ ALIASES = RENAMED | OF_TRL
 value is moved to the present one."""
 
 
+OF_FROM_PRETRAINED = {"torch_dtype": "dtype"}
+"""Older names of arguments of transformers' `from_pretrained`, and the present ones."""
+
+
 def override(values: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with those of `by` in their place, also where an option has another name there."""
     replaced = {ALIASES.get(name, name) for name in by}
@@ -65,3 +69,22 @@ def resolve(options: Any, defaults: Mapping[str, Any]) -> list[str]:
             setattr(options, alias, None)
             notices.append(f"{alias} is an older name: read as {name}={value!r}.")
     return notices
+
+
+def with_present_names(model_init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `from_pretrained` under the names that transformers has for them now.
+
+    Raises:
+        ValueError: an argument is given twice, by both names, with two values.
+    """
+    kwargs = dict(model_init_kwargs or {})
+    for older, name in OF_FROM_PRETRAINED.items():
+        if older not in kwargs:
+            continue
+        value = kwargs.pop(older)
+        if str(kwargs.setdefault(name, value)).removeprefix("torch.") != str(value).removeprefix("torch."):
+            raise ValueError(
+                f"model_init_kwargs has {older}={shown(value)} and {name}={shown(kwargs[name])}, two names "
+                f"of one argument with two values. Set {name} alone."
+            )
+    return kwargs

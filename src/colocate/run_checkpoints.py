@@ -27,6 +27,7 @@ from colocate.run import Run
 from colocate.run_identity import versions
 from colocate.weights.adapter_files import note_base
 from colocate.weights.export import save_parts
+from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import sizes_of
 
@@ -54,6 +55,7 @@ def save_model(run: Run, directory: Path) -> None:
 def write_model(run: Run, directory: Path) -> None:
     """Write model, tokenizer and `training_args.bin`; all ranks must call it, and the main process writes."""
     is_main, mesh = run.accelerator.is_main_process, run.mesh
+    make_savable(causal_lm(run.model))  # a callback may have changed what was in order at the start
     is_split = mesh.weight_group is not None and not hasattr(run.model, "peft_config")  # adapters are whole
     if is_split and mesh.replica == 0:
         assert mesh.weight_group is not None, "the weights are split"

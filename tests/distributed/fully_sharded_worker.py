@@ -33,6 +33,7 @@ from colocate.engines.transformers_engine import TransformersEngine
 from colocate.parallel.mesh import Mesh
 from colocate.policy import policy as policy_module
 from colocate.policy.loading import enable_gradient_checkpointing
+from colocate.policy.precision import cast_to_bf16
 from colocate.policy.reference import make_reference
 from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.fully_sharded import shard_fully
@@ -47,6 +48,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": dict(COMMON, num_attention_heads=4, ffn_dim=49, word_embed_proj_dim=32, init_std=0.2),
 }
 """Of none of their numbers of rows is every one even."""
+ROUTED: dict[str, Any] = dict(
+    COMMON, num_attention_heads=4, num_key_value_heads=4, head_dim=8, intermediate_size=48,
+    moe_intermediate_size=16, first_k_dense_replace=1, n_routed_experts=3, num_experts_per_tok=3, n_group=1,
+    topk_group=1, initializer_range=0.2,
+)  # fmt: skip
+"""A mixture whose routers transformers keeps in float32; every token goes to all experts."""
 CASES = ["gpt2", "gpt_neox", "opt-lora"]
 
 
@@ -54,7 +61,9 @@ def make_model(family: str) -> Any:
     torch.manual_seed(0)
     ends: dict[str, Any] = dict(pad_token_id=0, eos_token_id=1, bos_token_id=1)
     family, _, adapter = family.partition("-")
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **ends))
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **(FAMILIES | {"glm4_moe": ROUTED})[family], **ends)
+    )
     if adapter:
         model = get_peft_model(
             model, LoraConfig(r=1, target_modules=["q_proj", "fc2"], init_lora_weights=False)
@@ -161,11 +170,11 @@ def engines(parts: Any, whole: Any) -> Iterator[tuple[str, float]]:
     yield "published", largest((published[name], expected[name]) for name in expected)
 
 
-def bf16(mesh: Mesh) -> Iterator[tuple[str, float]]:
+def bf16(mesh: Mesh, family: str, types: set[torch.dtype]) -> Iterator[tuple[str, float]]:
     """A step on bf16 weights: masters beside those of one process, by the largest change of one."""
     samples, num_ranks = make_samples([(3, 5), (9, 2), (2, 12)]), dist.get_world_size()
-    start = make_model("gpt2")
-    whole = copy.deepcopy(start).to(torch.bfloat16)
+    whole = make_model(family)
+    cast_to_bf16(whole)
     parts = shard(copy.deepcopy(whole), mesh)
     options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=1.0, budget=16)
     one, policy = make_policy(whole, **options), make_policy(parts, mesh=mesh, **options)
@@ -179,7 +188,7 @@ def bf16(mesh: Mesh) -> Iterator[tuple[str, float]]:
     change = max((expected[name] - before[name]).abs().max().item() for name in expected)
     assert change > 1e-2
     wholes = {name: whole_tensor(got[f"weights/{name}"]) for name in expected}
-    assert {p.dtype for p in parts.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in parts.parameters()} == types
     assert {w.dtype for w in wholes.values()} == {torch.float32}
     # Ranks sum gradients that were rounded to 8 bits one by one.
     yield "masters", largest((wholes[n], expected[n]) for n in expected) / change / 1000
@@ -275,7 +284,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = Mesh.of("cpu", 2)
     results: dict[str, Any] = {family: dict(steps(mesh, family)) for family in CASES}
-    results["bf16"] = dict(bf16(mesh))
+    results["bf16"] = dict(bf16(mesh, "gpt2", {torch.bfloat16}))
+    results["bf16, routers in float32"] = dict(bf16(mesh, "glm4_moe", {torch.bfloat16, torch.float32}))
     run(directory)
     results["refusals"] = refusals(directory)
     (directory / f"{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TrainerCallback,
+    TrainerState,
+)
 
 from colocate.checkpoints import hub
 from tiny import CHAT_TEMPLATE, make_model, make_trainer, sums, weights_of
@@ -36,6 +43,39 @@ def test_save_model_loads_with_from_pretrained(tmp_path, architecture):
     size = (tmp_path / "saved" / "model.safetensors").stat().st_size
     stored = {p.data_ptr(): p.nbytes for p in trainer.model.parameters()}
     assert size < sum(stored.values()) + 20_000  # each parameter once, not its fused storage per view
+
+
+@pytest.mark.parametrize("when", ["before", "by a callback"])
+@pytest.mark.parametrize(
+    ("values", "saved"),
+    [
+        (dict(temperature=0.6, top_k=7), dict(do_sample=True, temperature=0.6, top_k=7)),
+        (dict(num_return_sequences=3, num_beams=2, max_length=40), dict(num_beams=2, max_length=40)),
+        (dict(early_stopping="sometimes", top_p=0.5, do_sample=True), dict(do_sample=True, top_p=0.5)),
+    ],
+    ids=str,
+)
+def test_a_generation_config_that_contradicts_itself_costs_no_work(tmp_path, caplog, values, saved, when):
+    """transformers refuses to write it, at the first save."""
+    model = make_model()
+
+    def change(*_args, **_kwargs):
+        for name, value in values.items():
+            setattr(model.generation_config, name, value)
+
+    options: dict[str, Any] = dict(model=model, save_strategy="steps", save_steps=1)
+    if when == "before":
+        change()
+    else:
+        options["callbacks"] = [type("Change", (TrainerCallback,), {"on_step_end": change})()]
+    trainer = make_trainer(tmp_path, **options)
+    trainer.train()
+    trainer.save_model()
+    for place in (tmp_path, tmp_path / "checkpoint-2"):
+        written = GenerationConfig.from_pretrained(place).to_diff_dict()
+        assert saved.items() <= written.items()
+        assert not (values.keys() - saved.keys()) & written.keys()
+    assert "contradicts itself" in caplog.text
 
 
 def test_save_model_default_directory(tmp_path):

@@ -17,12 +17,12 @@ from transformers import (
 from colocate.policy.dropout import disable_dropout
 from colocate.policy.loading import (
     add_adapter,
-    cast_to_bf16,
     check_vocabulary,
     load_model,
     set_pad_token,
     stop_token_ids,
 )
+from colocate.policy.precision import cast_to_bf16
 
 CONFIG = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 

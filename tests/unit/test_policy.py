@@ -23,11 +23,12 @@ from transformers import TrainingArguments
 
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.host_activations import HostActivations
-from colocate.policy.loading import cast_to_bf16, enable_gradient_checkpointing
+from colocate.policy.loading import enable_gradient_checkpointing
 from colocate.policy.logprobs import token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.output_head import output_head
 from colocate.policy.policy import Policy, UpdateResult
+from colocate.policy.precision import cast_to_bf16
 from colocate.policy.reference import AdapterOff, FrozenAdapter, FrozenCopy, make_reference
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics

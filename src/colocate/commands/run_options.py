@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.option_names import with_present_names
+
 if TYPE_CHECKING:
     from colocate.run_config import RunConfig
 
@@ -67,7 +69,10 @@ def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any
         model_options["dtype"] = run.dtype
     if run.attn_implementation is not None:
         model_options["attn_implementation"] = run.attn_implementation
-    return {**options, "model_init_kwargs": {**model_options, **(options.get("model_init_kwargs") or {})}}
+    given = options.get("model_init_kwargs") or {}
+    if isinstance(given, Mapping):  # `GRPOConfig` says what is wrong with anything else
+        given = with_present_names(given)
+    return {**options, "model_init_kwargs": {**model_options, **given}}
 
 
 def require_adapters_on_4_bits(run: RunConfig) -> None:

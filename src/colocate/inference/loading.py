@@ -102,7 +102,7 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
     accelerator = set_up_process(config)
     quantization = _quantization(four_bits, config) if four_bits.get("load_in_4bit") else None
     with without_bars(), _asking_for_trust(saved):
-        model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None)
+        model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None, is_trained=False)
         if saved.adapter is not None:
             model = _with_adapter(model, saved, is_any_base)
     disable_dropout(model)

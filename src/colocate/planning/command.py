@@ -18,6 +18,7 @@ from colocate.planning.planner import Case
 from colocate.planning.run_options import wishes_of, workload_of
 from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.cudnn_attention import why_not_cudnn_on
+from colocate.policy.precision import DTYPES
 from colocate.run_config import RunConfig
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
@@ -180,6 +181,7 @@ def _capability(config: GRPOConfig, gpu: Gpu | None, *, is_elsewhere: bool) -> t
 
 
 def _dtype(run: RunConfig, config: GRPOConfig, model_config: Any) -> torch.dtype:
-    if run.dtype == "auto":
-        return torch.bfloat16 if config.bf16 else model_config.dtype or torch.float32
-    return getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
+    if config.bf16:
+        return torch.bfloat16
+    asked = (config.model_init_kwargs or {}).get("dtype") or run.dtype or "float32"
+    return DTYPES.get(asked) or model_config.dtype or torch.float32

@@ -12,7 +12,8 @@ from colocate.config import GRPOConfig
 from colocate.nested_options import arguments_of_model_generate, in_words
 from colocate.parallel.verdict import first_line
 from colocate.planning.run_options import sharding_choice
-from colocate.policy.loading import DTYPES, model_on_meta
+from colocate.policy.loading import model_on_meta
+from colocate.policy.precision import DTYPES
 from colocate.weights.layouts import causal_lm, layout_for
 from colocate.weights.shapes import ModelShapes
 from colocate.weights.weight_parts import why_not_split

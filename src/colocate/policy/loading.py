@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,9 +23,12 @@ from transformers import (
     ProcessorMixin,
 )
 
+from colocate.option_names import with_present_names
 from colocate.option_values import shown
 from colocate.policy.dropout import disable_dropout
+from colocate.policy.precision import asked_dtype, cast_to_bf16, check_not_float16, refuse_float16
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
+from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
 from colocate.weights.part_loading import load_part
 from colocate.weights.weight_files import at
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ModelOptions(Protocol):
@@ -58,6 +59,8 @@ def prepare_model(
     peft_config: Any,
     part: WeightPart = WHOLE,
     weight_mesh: DeviceMesh | None = None,
+    *,
+    is_trained: bool = True,
 ) -> tuple[Any, dict[str, Tensor]]:
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
 
@@ -67,13 +70,43 @@ def prepare_model(
             already (`weight_parts.random_parts`).
         weight_mesh: of the ranks with the parts, by which a model without a layout is split
             (`fully_sharded`).
+        is_trained: refuse what can be generated with and not trained: float16.
 
     Raises:
         ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split, or
-            holds another part; or as `load_model`, `check_adapter_is_wrapped` and `add_adapter`.
+            holds another part; float16 (`precision`); or as `load_model`, `check_adapter_is_wrapped` and
+            `add_adapter`.
     """
-    init_kwargs = dict(options.model_init_kwargs or {})
+    loaded = _loaded(model, options, quantization_config, part, is_trained=is_trained)
+    freeze_what_text_does_not_reach(loaded)
+    originals = cast_to_bf16(loaded) if options.bf16 else {}
+    if is_trained:
+        check_not_float16(loaded)
+        make_savable(causal_lm(loaded))
+    if peft_config is not None:
+        loaded = add_adapter(loaded, peft_config)
+        originals = {}  # the base is frozen now, and a frozen weight needs no master
+    if options.disable_dropout:
+        disable_dropout(loaded)
+    if options.gradient_checkpointing and not has_layout(loaded):
+        # transformers has read JSON text into a dict by now.
+        enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
+    if part != WHOLE and weight_part_of(loaded) != part:
+        if weight_mesh is not None and not has_layout(loaded):
+            shard_fully(loaded, part, weight_mesh, device)
+            return loaded, originals
+        split_weights(loaded, part)
+    return nn.Module.to(loaded, device), originals
+
+
+def _loaded(
+    model: Any, options: ModelOptions, quantization_config: Any, part: WeightPart, *, is_trained: bool
+) -> Any:
+    """The model whole, or the part that is asked for, in the type that was asked for."""
+    init_kwargs = with_present_names(options.model_init_kwargs)
     if isinstance(model, str):
+        if is_trained and not options.bf16 and asked_dtype(init_kwargs, bf16=False) == torch.float16:
+            refuse_float16(f"{model!r}", ", as model_init_kwargs asks for")
         init_kwargs.setdefault("trust_remote_code", options.trust_remote_code)
         if quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
@@ -92,22 +125,7 @@ def prepare_model(
             f"split it, and this run asks for {part.count} (shard). Set shard={held.count}, or load what "
             "trainer.save_model() has saved."
         )
-    freeze_what_text_does_not_reach(loaded)
-    originals = cast_to_bf16(loaded) if options.bf16 else {}
-    if peft_config is not None:
-        loaded = add_adapter(loaded, peft_config)
-        originals = {}  # the base is frozen now, and a frozen weight needs no master
-    if options.disable_dropout:
-        disable_dropout(loaded)
-    if options.gradient_checkpointing and not has_layout(loaded):
-        # transformers has read JSON text into a dict by now.
-        enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
-    if part != WHOLE and weight_part_of(loaded) != part:
-        if weight_mesh is not None and not has_layout(loaded):
-            shard_fully(loaded, part, weight_mesh, device)
-            return loaded, originals
-        split_weights(loaded, part)
-    return nn.Module.to(loaded, device), originals
+    return loaded
 
 
 def part_of_checkpoint(
@@ -123,12 +141,11 @@ def part_of_checkpoint(
     if part == WHOLE or not isinstance(model, str) or set(model_init_kwargs) - known:
         return None
     revision = model_init_kwargs.get("revision")
-    dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
+    dtype = asked_dtype(model_init_kwargs, bf16=bf16)
     if bf16:
-        if dtype not in ("auto", "bfloat16", torch.bfloat16):
+        if dtype not in ("auto", torch.bfloat16):
             return None
         dtype = torch.bfloat16
-    dtype = DTYPES.get(dtype, dtype)
     if not isinstance(dtype, torch.dtype) or _class_for(model, model_init_kwargs) is not AutoModelForCausalLM:
         return None
     try:
@@ -160,7 +177,7 @@ def load_model(
             no causal language model.
         TypeError: the object is no causal language model.
     """
-    kwargs = dict(model_init_kwargs or {})
+    kwargs = with_present_names(model_init_kwargs)
     if not isinstance(model, str):
         if kwargs:
             raise ValueError(
@@ -173,13 +190,7 @@ def load_model(
                 "AutoModelForCausalLM."
             )
         return model
-    dtype = kwargs.setdefault("dtype", "auto" if bf16 else "float32")
-    if not (dtype in (*DTYPES, "auto", None) or isinstance(dtype, torch.dtype)):
-        raise ValueError(
-            f"model_init_kwargs dtype={shown(dtype)}: use 'auto', a torch.dtype or one of "
-            f"{', '.join(DTYPES)}."
-        )
-    kwargs["dtype"] = DTYPES.get(dtype, dtype)
+    kwargs["dtype"] = asked_dtype(kwargs, bf16=bf16)
     try:
         return _class_for(model, kwargs).from_pretrained(model, **kwargs)
     except TypeError as error:  # raised by a model's constructor for an argument that it does not know
@@ -263,32 +274,6 @@ def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
             f"{type(model).__name__} is trained on text: {sum(p.numel() for p in frozen):,} parameters "
             "outside its language model, which text does not reach, stay as they are and are saved."
         )
-
-
-@torch.no_grad()
-def cast_to_bf16(model: nn.Module) -> dict[str, Tensor]:
-    """Make the parameters bf16, in place, and return the trainable ones in fp32 for the optimizer's masters.
-
-    Three kinds of tensors stay as they are: PEFT's adapters, which PEFT keeps in fp32 over a bf16 model;
-    quantized weights; and buffers such as the rotary frequencies, which in bf16 could not tell positions
-    apart.
-    """
-    adapters = {id(p) for p in _adapter_parameters(model)}
-    originals = {}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in adapters or parameter.dtype not in (torch.float32, torch.float16):
-            continue
-        if parameter.requires_grad:
-            originals[name] = parameter.detach().float()
-        parameter.data = parameter.data.to(torch.bfloat16)
-    return originals
-
-
-def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if hasattr(module, "base_layer"):
-            for name in module.adapter_layer_names:  # type: ignore[union-attr]
-                yield from getattr(module, name).parameters()
 
 
 def check_adapter_is_wrapped(model: nn.Module) -> None:

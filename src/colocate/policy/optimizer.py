@@ -65,7 +65,7 @@ class PolicyOptimizer:
             the Adam and `lr_scheduler_*` and warm-up options.
         num_training_steps: length of the schedule in optimizer steps.
         original_weights: by parameter name, what the weights were before a cast to bf16
-            (`loading.cast_to_bf16`); they become the masters, so the cast loses nothing.
+            (`precision.cast_to_bf16`); they become the masters, so the cast loses nothing.
         optimizers: the user's own (optimizer, scheduler), used as they are over the model's own parameters.
         mesh: how the ranks split the state; None: every rank has all of it.
         splits: by parameter name, how the weights are split over `mesh.weight_group`; parameters without an

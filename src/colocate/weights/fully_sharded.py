@@ -3,7 +3,8 @@
 Nothing is known of such a model but its blocks. Rank r of t keeps the r-th chunk of every parameter's rows,
 as `torch.chunk` cuts them, and a block's parameters are gathered whole while the block computes, forward and
 again backward (PyTorch FSDP, Zhao et al. 2023, arXiv:2304.11277). What is outside of the blocks (embeddings,
-the last norm, the head) is gathered for a whole pass. LoRA adapters stay whole on every rank.
+the last norm, the head) is gathered for a whole pass. LoRA adapters stay whole on every rank, and so do the
+few parameters that are float32 in a model of bfloat16 (`float32_parameters`): FSDP2 takes one type.
 
 All ranks that share the weights make the same forward and backward passes. One that fails in a pass leaves
 the others waiting, so that its error must end the run.
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import (
 )
 
 from colocate.weights.adapters import base_linear, unsupported_adapters
+from colocate.weights.float32_parameters import kept_in_float32
 from colocate.weights.layouts import WeightPart, causal_lm
 from colocate.weights.weight_parts import local_part, refuse_saving
 
@@ -43,8 +45,8 @@ def why_not_fully_sharded(model: nn.Module) -> str | None:
         return reason
     if not _blocks(lm):
         return "it does not say what its blocks are (`_no_split_modules` names none that it has)"
-    adapters = _adapters(lm)
-    parameters = {name: p for name, p in lm.named_parameters() if p not in adapters}
+    whole = _kept_whole(lm)
+    parameters = {name: p for name, p in lm.named_parameters() if p not in whole}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             return f"{name} is quantised ({parameter.dtype})"
@@ -54,7 +56,7 @@ def why_not_fully_sharded(model: nn.Module) -> str | None:
         return f"its parameters have several types: {', '.join(sorted(dtypes))}"
     of_block: dict[int, str] = {}
     for number, block in enumerate(_blocks(lm)):
-        for parameter in set(block.parameters()) - adapters:
+        for parameter in set(block.parameters()) - whole:
             if of_block.setdefault(id(parameter), str(number)) != str(number):
                 return f"blocks {of_block[id(parameter)]} and {number} share a parameter"
     return None
@@ -123,7 +125,7 @@ def _wrap(lm: Any, part: WeightPart, mesh: DeviceMesh) -> None:
     """Have FSDP2 split the model's parameters, wherever they are."""
     # Gradients are summed in float32, and stored in the parameters' type, in which they were made.
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kept: dict[str, Any] = dict(mesh=mesh, mp_policy=precision, ignored_params=_adapters(lm))
+    kept: dict[str, Any] = dict(mesh=mesh, mp_policy=precision, ignored_params=_kept_whole(lm))
     for parameter in lm.parameters():
         parameter.data = parameter.data.contiguous()
     for block in _blocks(lm):
@@ -205,6 +207,13 @@ def _adapters(lm: nn.Module) -> set[nn.Parameter]:
     """The parameters of LoRA adapters on linear layers."""
     adapted = [module for module in lm.modules() if hasattr(module, "get_base_layer")]
     return {p for module in adapted for p in set(module.parameters()) - set(base_linear(module).parameters())}
+
+
+def _kept_whole(lm: Any) -> set[nn.Parameter]:
+    """The parameters that every rank has all of: adapters, and float32 ones in a model of another type."""
+    if lm.get_input_embeddings().weight.dtype == torch.float32:
+        return _adapters(lm)
+    return _adapters(lm) | {p for p in kept_in_float32(lm) if p.dtype == torch.float32}
 
 
 def _sharded_modules(lm: nn.Module) -> Iterator[FSDPModule]:
