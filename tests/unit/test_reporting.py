@@ -1077,3 +1077,12 @@ def test_metrics_on_the_host_are_floats_and_the_mean_of_nothing_is_nan():
         == {"a/mean": 2.5, "a/min": 2.0, "a/max": 4.0}
         == {k: v for k, v in metrics.compute().items() if k != "empty"}
     )
+
+
+def test_a_line_nested_too_deeply_for_a_parser_is_left_out(tmp_path):
+    good = '{"step": 1, "reward": 0.5}\n'
+    (tmp_path / "metrics.jsonl").write_text(f'{good}{{"step": 2, "x": {"[" * 100_000}{"]" * 100_000}}}\n')
+    (tmp_path / "run.json").write_text("[" * 100_000)
+    assert read_run(tmp_path).metric("reward") == [0.5]
+    RunLog(tmp_path, resume_step=1).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == good

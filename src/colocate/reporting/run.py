@@ -256,7 +256,7 @@ def _read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # nested too deeply
                 record = None
             has_step = isinstance(record, dict) and math.isfinite(number(record.get("step")))
             yield record if has_step else None
@@ -266,11 +266,11 @@ def _read_info(directory: Path) -> dict[str, Any]:
     """The description of the run in `run.json`; without that file, TRL's options in `config.yaml`."""
     try:
         return _mapping(json.loads((directory / RUN_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     try:
         config = _mapping(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     names = {"run_name": "run_name", "model": "model_name_or_path", "dataset": "dataset_name"}
     return {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs)}

@@ -258,7 +258,7 @@ def _write_line(file: TextIO, record: Mapping[str, Any], *, ascii_only: bool = T
 def _run_id(path: Path) -> str | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -287,5 +287,5 @@ def _drop_after(path: Path, step: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
