@@ -180,7 +180,7 @@ def _mapping_of(value: Any) -> Mapping[str, Any]:
             )
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"accelerator_config={shown(str(path))} is no JSON: {error}") from error
     return value or {}
 

@@ -62,7 +62,7 @@ def read_mapping(name: str, value: Any) -> tuple[str, Mapping[str, Any]]:
         raise ValueError(f"{name}={shown(value)} is neither a mapping nor a file that holds one as JSON.")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}={shown(value)} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name}={shown(value)} holds a {type(content).__name__}, but must hold a mapping.")

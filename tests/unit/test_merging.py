@@ -14,7 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from colocate.checkpoints.saved_model import find_model
 from colocate.checkpoints.whole_directory import writing_directory
+from colocate.inference.loading import load
 from colocate.weights.adapter_files import note_base, read_adapter
 from colocate.weights.merging import copy_model, merge_adapter
 from tiny import make_model, make_tokenizer
@@ -81,6 +83,46 @@ def test_merged_weights_are_those_of_peft(tmp_path, lora, dtype):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
         changed += not torch.equal(weight.float(), before[name])
     assert changed == sum(int(line.split(": ")[1].split()[0]) for line in lines)
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def nested(file: Path) -> None:
+    file.write_text("[" * 100_000)
+
+
+def without_b(file: Path) -> None:
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "lora_B" not in name}, file)
+
+
+@pytest.mark.parametrize(
+    ("place", "damage"),
+    [
+        ("adapter/adapter_model.safetensors", cut_short),
+        ("adapter/adapter_model.safetensors", nested),
+        ("adapter/adapter_model.safetensors", without_b),
+        ("adapter/adapter_config.json", cut_short),
+        ("adapter/adapter_config.json", nested),
+        ("adapter/base_model.json", cut_short),
+        ("base/config.json", cut_short),
+        ("base/model.safetensors", cut_short),
+        ("base/model.safetensors.index.json", nested),
+    ],
+)
+@pytest.mark.parametrize("is_merged", [True, False], ids=["merged", "put on"])
+def test_a_damaged_file_is_named(tmp_path, place, damage, is_merged):
+    """By the command that merges, and by those that put an adapter on its model."""
+    base = save_base(tmp_path / "base", shard="8KB" if "index" in place else "5GB")
+    adapter = save_adapter(base, tmp_path / "adapter", **LORAS["attention"])
+    damage(tmp_path / place)
+    with pytest.raises((ValueError, OSError), match=str(tmp_path / place)):
+        if is_merged:
+            merge(adapter, base, tmp_path / "merged")
+        else:
+            load(find_model(str(adapter)), {"use_cpu": True})
 
 
 def test_no_more_than_one_file_is_in_memory(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@ or a name on the Hub."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from colocate.reporting.run_log import METRICS_FILE
 from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
 from colocate.run_file import read_file
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
+from colocate.weights.file_reading import read_object
 from colocate.weights.weight_files import found_file
 
 RUN_FILE = "config.yaml"
@@ -74,7 +74,7 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
                 f"There is no directory {name!r}, and no model of this name on the Hub or in its cache here."
             )
         return SavedModel(name, place, **_options_of(directory))
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_object(config_file)
     found = base or str(config.get("base_model_name_or_path") or "")
     if not found:
         raise ValueError(
@@ -129,7 +129,7 @@ def _options_of(directory: Path | None) -> dict[str, dict[str, Any]]:
             break
         if (place / METRICS_FILE).is_file() and (place / RECORD_FILE).is_file():
             _check_owner(place / RECORD_FILE, directory)
-            options = json.loads((place / RECORD_FILE).read_text(encoding="utf-8")).get("options") or {}
+            options = read_object(place / RECORD_FILE).get("options") or {}
             break
     code = {name: value for name, value in options.items() if name in _OF_CODE and value}
     return {"options": {k: v for k, v in options.items() if k not in _OF_CODE}, "code": code}

@@ -359,7 +359,7 @@ def _written_at(directory: Path) -> float:
         written_at = float(json.loads((directory / MANIFEST).read_text())["written_at"])
         if math.isfinite(written_at):
             return written_at
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     except OSError:
         return -math.inf

@@ -47,7 +47,7 @@ def _fault(file: Path, max_lines: int | None) -> str | None:
     if fault is None and file.suffix == ".json" and max_lines is None:
         try:
             json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # One object in each line is allowed here, too.
             return _wrong_line(file, None) and f"is no JSON: {error}."
     return fault
@@ -70,7 +70,7 @@ def _wrong_line(file: Path, max_lines: int | None) -> str | None:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return f"has no JSON in line {number}: {error}. Each line is one row: {{...}}"
             if not isinstance(row, dict):
                 return f"has a {type(row).__name__} in line {number}, where a row is {{...}}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from colocate.inference.measuring import Row
 from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
 from colocate.run_config import parse_run
 from colocate.run_data import RunData
+from colocate.weights.file_reading import read_object
 
 _OF_DATA = ("apply_chat_template", "chat_template_kwargs", "dataset_weights")
 """Options of `GRPOConfig` that decide which rows a run trains on, and how their prompts are made."""
@@ -104,4 +104,4 @@ def _training_data_of(place: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}

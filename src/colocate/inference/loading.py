@@ -3,7 +3,6 @@ training."""
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from colocate.run_engine import build_engine, context_length
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
+from colocate.weights.file_reading import DamagedFile, read_object
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
 
 _OF_TRAINING = (
@@ -156,7 +156,7 @@ def _with_adapter(model: Any, saved: SavedModel, is_any_base: bool) -> Any:
     assert saved.adapter is not None
     config_file = found_file(saved.adapter, ADAPTER_CONFIG)
     assert config_file is not None, "find_model has found it"
-    if json.loads(config_file.read_text(encoding="utf-8")).get("peft_type") == "LORA":
+    if read_object(config_file).get("peft_type") == "LORA":
         _check_base(saved, is_any_base)
     with warnings.catch_warnings():
         # PEFT asks by a name that transformers has deprecated.
@@ -169,6 +169,8 @@ def _check_base(saved: SavedModel, is_any_base: bool) -> None:
     assert saved.adapter is not None
     try:
         adapter = read_adapter(saved.adapter)
+    except DamagedFile:
+        raise
     except (ValueError, FileNotFoundError):  # other than a plain LoRA: PEFT knows whether it fits
         return
     stored = {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -31,7 +33,7 @@ from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
 from colocate.weights.part_loading import load_part
-from colocate.weights.weight_files import at
+from colocate.weights.weight_files import at, header_of, weight_files
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -193,6 +195,10 @@ def load_model(
     kwargs["dtype"] = asked_dtype(kwargs, bf16=bf16)
     try:
         return _class_for(model, kwargs).from_pretrained(model, **kwargs)
+    except (SafetensorError, JSONDecodeError, RecursionError):
+        for path in weight_files(model, kwargs.get("revision"), is_local_only=True):
+            header_of(path)  # raises with the name of the damaged one
+        raise
     except TypeError as error:  # raised by a model's constructor for an argument that it does not know
         raise ValueError(f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
 

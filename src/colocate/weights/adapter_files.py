@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colocate.weights.file_reading import DamagedFile, read_object
 from colocate.weights.weight_files import StoredTensor, fingerprint, found_file, header_of, weight_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -124,13 +125,14 @@ def read_adapter(name: str) -> SavedAdapter:
 
     Raises:
         FileNotFoundError: there is no adapter.
+        DamagedFile: one of its files cannot be read.
         ValueError: it is no LoRA, or one whose updates are not scaling * B A.
     """
     config_file, path = found_file(name, CONFIG), found_file(name, WEIGHTS)
     if config_file is None or path is None:
         missing = CONFIG if config_file is None else WEIGHTS
         raise FileNotFoundError(f"{name} is no adapter: it has no {missing}.")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_object(config_file)
     _check_config(name, config)
     updates: dict[str, Update] = {}
     replacements: dict[str, Replacement] = {}
@@ -141,6 +143,8 @@ def read_adapter(name: str) -> SavedAdapter:
             replacements[module.replace(".base_layer.", ".")] = Replacement(key, tensor.shape)
         elif part == "A.weight":
             b_key = key.replace(".lora_A.", ".lora_B.")
+            if b_key not in stored or len(tensor.shape) != 2:
+                raise DamagedFile(path, "adapter", f"{key!r} of {tensor.shape} has no {b_key!r}")
             shape = (stored[b_key].shape[0], tensor.shape[1])
             updates[f"{module}.weight"] = Update(key, b_key, _scaling(config, module, tensor.shape[0]), shape)
         elif part != "B.weight":
@@ -169,7 +173,7 @@ def note_base(directory: Path, base: str, revision: str | None = None) -> None:
 
 def _noted_fingerprint(name: str) -> str | None:
     noted = found_file(name, BASE_FILE)
-    return None if noted is None else json.loads(noted.read_text(encoding="utf-8")).get("fingerprint")
+    return None if noted is None else read_object(noted).get("fingerprint")
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:

@@ -3,18 +3,17 @@ at a time."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from colocate.weights.adapter_files import SavedAdapter
-from colocate.weights.weight_files import INDEX, found_file, header_of, weight_files
+from colocate.weights.file_reading import open_weights, read_object
+from colocate.weights.weight_files import INDEX, found_file, header_of, weight_files, weight_map
 
 CONFIGURATION = ("config.json", "generation_config.json")
 TOKENIZER = (
@@ -52,7 +51,7 @@ def merge_adapter(
     """
     files = _all_files(base, revision, "which is what an adapter is merged into.")
     config = found_file(base, "config.json", revision)
-    _check_config(adapter, base, {} if config is None else json.loads(config.read_text(encoding="utf-8")))
+    _check_config(adapter, base, {} if config is None else read_object(config))
     stored = {name: tensor for path in files for name, tensor in header_of(path).items()}
     adapter.check_fits(base, stored, is_any_base=is_any_base)
     for path in files:
@@ -101,7 +100,7 @@ def _all_files(name: str, revision: str | None, remedy: str) -> list[Path]:
     if not files:
         raise ValueError(f"{name!r} has no safetensors files, {remedy}")
     if (index := found_file(name, INDEX, revision)) is not None:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        named = set(weight_map(index).values())
         if missing := sorted(named - {path.name for path in files}):
             raise ValueError(
                 f"{name!r} lacks {len(missing)} of the {len(named)} files that its {INDEX} names, such as "
@@ -129,7 +128,7 @@ def _merged(path: Path, adapter: SavedAdapter) -> tuple[dict[str, torch.Tensor],
     """A file's tensors with their updates, and how many were changed."""
     tensors: dict[str, torch.Tensor] = {}
     num_changed = 0
-    with safe_open(path, framework="pt") as source, safe_open(adapter.path, framework="pt") as own:
+    with open_weights(path) as source, open_weights(adapter.path) as own:
         for name in source.keys():  # noqa: SIM118
             weight = source.get_tensor(name)
             changed = _changed(name, weight, adapter, own)

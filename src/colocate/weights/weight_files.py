@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.weights.file_reading import DamagedFile, open_weights, read_object
+
 if TYPE_CHECKING:
     import torch
 
@@ -64,18 +66,33 @@ def weight_files(name: str, revision: str | None = None, *, is_local_only: bool 
     `found_file`'s."""
     files = [SINGLE]
     if (index := found_file(name, INDEX, revision, is_local_only=is_local_only)) is not None:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set(weight_map(index).values()))
     found = (found_file(name, file, revision, is_local_only=is_local_only) for file in files)
     return [path for path in found if path is not None]
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as a checkpoint's index says.
+
+    Raises:
+        DamagedFile: it does not say so.
+    """
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise DamagedFile(index, "index", "it has no weight_map")
+    return found
+
+
 def header_of(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file by their names."""
+    """The tensors of a file by their names.
+
+    Raises:
+        DamagedFile: it is no safetensors file.
+    """
     import torch
-    from safetensors import safe_open
 
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-    with safe_open(path, framework="pt") as file:
+    with open_weights(path) as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {
             key: StoredTensor(path, dtypes.get(tensor.get_dtype()), tuple(tensor.get_shape()))
@@ -97,8 +114,11 @@ def fingerprint(files: Iterable[Path]) -> str:
 def _sampled(path: Path) -> list[str]:
     lines = []
     with open(path, "rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(header_bytes))
+        try:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(header_bytes))
+        except (struct.error, ValueError, OverflowError, MemoryError, RecursionError) as error:
+            raise DamagedFile(path, "safetensors file", error) from error
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue
