@@ -126,6 +126,7 @@ def test_a_position_in_another_mixture_is_refused():
             {"x": 0.7, "y": 0.4},
             r"must sum to 1, but 0.7 \+ 0.4 = 1.1. In the same ratio they are x: 0.6364, y: 0.3636",
         ),
+        ({"x": 1.0, "y": 1e-300}, "'y' has weight=1e-300, one prompt in 1e.300: a share is at least 1e-06"),
         ({"x": 1.5, "y": -0.5}, "'y' has weight=-0.5, but a weight is the dataset's share"),
         ({"x": 1.0, "y": 0}, "'y' has weight=0.*Leave out a dataset"),
         ({"x": float("nan"), "y": 0.5}, "'x' has weight=nan"),

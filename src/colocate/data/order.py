@@ -15,6 +15,8 @@ from colocate.option_values import shown
 
 SOURCE_COLUMN = "dataset"
 """The column of a mixture that names the dataset of each row."""
+_SMALLEST_WEIGHT = 1e-6
+"""As an epoch has a row of each dataset, it has 1 / weight rows."""
 
 
 class RowOrder(Protocol):
@@ -134,7 +136,7 @@ def check_weights(weights: Mapping[str, Any]) -> None:
     """Refuse weights that are no shares.
 
     Raises:
-        ValueError: a weight is no number above 0, or the weights do not sum to 1; with the sum.
+        ValueError: a weight is no number of at least 1e-6, or the weights do not sum to 1; with the sum.
     """
     for name, weight in weights.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -142,6 +144,11 @@ def check_weights(weights: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"The dataset {name!r} has weight={shown(weight)}, but a weight is the dataset's share of "
                 "the prompts: a number above 0. Leave out a dataset that is not to be trained on."
+            )
+        if weight < _SMALLEST_WEIGHT:
+            raise ValueError(
+                f"The dataset {name!r} has weight={shown(weight)}, one prompt in {1 / weight:.3g}: a "
+                f"share is at least {_SMALLEST_WEIGHT:g}. Raise it, or leave the dataset out."
             )
     total = sum(weights.values())
     if abs(total - 1) > 1e-6:
