@@ -21,6 +21,10 @@ _PATIENCE_S = 5.0
 """Seconds of waiting after which the terminal says what is waited for."""
 _STORE_BYTES = 2**27
 """Shared memory of an embedded cluster, which carries lines of text; Ray would take 30 % of all memory."""
+_LATE = (
+    " Ray starts several processes, which do not come up in time on a busy machine or one short of memory: "
+    "start the command again, or a cluster first (ray start --head), and then it with RAY_ADDRESS=auto."
+)
 _SLICE_S = 0.5
 """Seconds of one wait inside Ray, between which Ctrl-C is heard."""
 
@@ -65,11 +69,15 @@ def _connect(given: str, namespace: str) -> bool:
         options["object_store_memory"] = _STORE_BYTES
     try:
         ray.init(address=given or "auto", namespace=namespace, **options)
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises Exception itself where its processes do not come up in time
         if not given and isinstance(error, ConnectionError):
             return _connect("local", namespace)
         where = "on this machine" if given in ("", "local") else f"at RAY_ADDRESS={given}"
-        raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
+        is_late = not isinstance(error, (RuntimeError, ValueError, OSError))
+        told = redacted(str(error)).strip()
+        raise RuntimeError(
+            f"The Ray cluster {where} cannot be used: {told}{_LATE if is_late else ''}"
+        ) from error
     return given == "local"
 
 
