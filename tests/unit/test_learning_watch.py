@@ -145,3 +145,19 @@ def test_a_new_run_keeps_the_warnings_of_an_earlier_one_and_a_resumed_run_drops_
     assert (tmp_path / "warnings.jsonl").read_text() == ""
     make_trainer(tmp_path, **options).train()
     assert len((tmp_path / "warnings.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_resumed_run_counts_on_and_repeats_nothing(tmp_path):
+    """Jobs that are cut into short parts must learn of it, too."""
+    options = dict(
+        reward_funcs=never, per_device_train_batch_size=8, max_steps=NUM_ROLLOUTS + 2, save_strategy="steps",
+        save_steps=1, logging_steps=1,
+    )  # fmt: skip
+    make_trainer(tmp_path, **{**options, "max_steps": NUM_ROLLOUTS - 1}).train()
+    assert not (tmp_path / "warnings.jsonl").exists()
+    for max_steps in (NUM_ROLLOUTS, NUM_ROLLOUTS + 2):
+        make_trainer(tmp_path, **{**options, "max_steps": max_steps}).train(resume_from_checkpoint=True)
+        (line,) = (tmp_path / "warnings.jsonl").read_text().splitlines()
+        assert (
+            f"For {NUM_ROLLOUTS} rollouts (40 completions) every reward was 0" in json.loads(line)["warning"]
+        )

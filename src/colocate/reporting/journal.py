@@ -365,6 +365,7 @@ class Journal:
             "rollout": (self._rollout, self._rollout_tokens),
             # Several steps train on it, and one of them may log it.
             "table": self._table.state_dict() if self._table and self.state.is_world_process_zero else None,
+            "learning": self._learning_watch.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -372,6 +373,7 @@ class Journal:
         self._last = state["last"]
         self._loss_sum, self._num_losses = state["losses"]
         self._rollout, self._rollout_tokens = state.get("rollout", ({}, 0))  # not in older checkpoints
+        self._learning_watch.load_state_dict(state.get("learning", {}))  # not in older checkpoints
         self._table = None if state["table"] is None else CompletionTable(**state["table"])
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:

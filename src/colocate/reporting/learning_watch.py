@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from colocate.reporting.completions import CompletionTable, as_text
 
@@ -39,6 +40,18 @@ class LearningWatch:
     _lasting: dict[str, tuple[int, int]] = field(default_factory=dict)
     """For each symptom, the rollouts in a row that had it, and the completions in these."""
     _said: set[str] = field(default_factory=set)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long each symptom has lasted, and which have been told."""
+        return {
+            "lasting": {name: list(counts) for name, counts in self._lasting.items()},
+            "said": [*self._said],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the `state_dict` of an earlier part of the run; of an empty one, from nothing."""
+        self._lasting = {name: (counts[0], counts[1]) for name, counts in state.get("lasting", {}).items()}
+        self._said = set(state.get("said", ()))
 
     def look(self, metrics: Mapping[str, float], table: CompletionTable) -> list[str]:
         """The warnings that a rollout gives reason for.
