@@ -22,6 +22,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.batch_sizes import derive_batch_sizes
+from colocate.encoding import check_template_arguments
 from colocate.engines.build import ENGINES, OLDER_NAMES
 from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.launchers import translate
@@ -37,13 +38,15 @@ from colocate.options import (
     check_support,
     default_of,
 )
-from colocate.parallel.meeting import meet
+from colocate.parallel.meeting import meet, meeting
+from colocate.parallel.watch import begin_watch
 from colocate.redaction import check_complete, redacted
 from colocate.requirements import (
     AT_LEAST_ONE,
     BELOW_ONE,
     FEW,
     FRACTION,
+    IN_COMPLETIONS,
     INTERVAL,
     NOT_NEGATIVE,
     PORT,
@@ -133,16 +136,16 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     one optimizer step."""
     num_iterations: Annotated[int, FEW] = 1
     """How many times each rollout is trained on (μ)."""
-    max_prompt_length: Annotated[int | None, AT_LEAST_ONE] = None
+    max_prompt_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
     """Cut a longer prompt to this many last tokens. None: no prompt is cut. (TRL has dropped the option.)"""
-    max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
+    max_completion_length: Annotated[int, AT_LEAST_ONE, IN_COMPLETIONS] = 512
     """The most tokens that one completion may have."""
     shuffle_dataset: bool = True
     """Visit the prompts in random order (seeded by `data_seed`, or by `seed` where that is not set)."""
     dataset_weights: dict[str, Any] | None = None
     """Shares of the prompts by the value of the dataset's column `dataset`, such as {gsm8k: 0.7, math: 0.3};
     they sum to 1. None: every row is visited equally often. A run file's `datasets` set it."""
-    apply_chat_template: bool | None = None
+    apply_chat_template: Annotated[bool | None, IN_COMPLETIONS] = None
     """Make a user's message of each prompt that is a string, so that the chat template is applied. None: as
     False, with a warning if the tokenizer has a chat template."""
     max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
@@ -200,30 +203,32 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
     """How many tokens the KV cache holds. None: as many as a rollout can use, if memory allows."""
-    rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS)] = "bf16"
+    rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS), IN_COMPLETIONS] = "bf16"
     """In how many bits the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
     values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
     multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    temperature: Annotated[float, POSITIVE] = 1.0
+    temperature: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
     """What the logits are divided by, both when completions are sampled and when they are trained on."""
-    top_p: Annotated[float | None, SHARE] = 1.0
+    top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
     """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
     all."""
-    top_k: Annotated[int | None, _TOP_K] = 0
+    top_k: Annotated[int | None, _TOP_K, IN_COMPLETIONS] = 0
     """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
-    min_p: Annotated[float | None, FRACTION] = None
+    min_p: Annotated[float | None, FRACTION, IN_COMPLETIONS] = None
     """Never sample a token that is less likely than this times the most likely one."""
-    repetition_penalty: Annotated[float, POSITIVE] = 1.0
+    repetition_penalty: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
     """Above 1, makes tokens that are already in the prompt or completion less likely."""
-    generation_kwargs: dict[str, Any] | None = None
+    generation_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
     """Arguments of generation. temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens set
     the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
     end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
     such as num_beams, makes engine="auto" choose "transformers"."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the tokenizer's `apply_chat_template` for conversational prompts."""
-    vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
+    """Arguments of the tokenizer's `apply_chat_template` for conversational prompts. With
+    continue_final_message: true, completions continue the last message of prompts that end with one of the
+    assistant."""
+    vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
     """The most tokens that prompt and completion may have together. None: the model's own limit."""
 
     # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
@@ -285,7 +290,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """α in: reference ← α policy + (1 − α) reference."""
     ref_model_sync_steps: Annotated[int, AT_LEAST_ONE] = 512
     """Optimizer steps between two moves of the reference model."""
-    mask_truncated_completions: bool = False
+    mask_truncated_completions: Annotated[bool, IN_COMPLETIONS] = False
     """Leave completions that reached `max_completion_length` out of the loss."""
     top_entropy_quantile: Annotated[float, FRACTION] = 1.0
     """The policy loss keeps this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
@@ -302,7 +307,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 
-    reward_weights: list[float] | None = None
+    reward_weights: Annotated[list[float] | None, IN_COMPLETIONS] = None
     """One weight per reward function, in the order of `reward_funcs`. None: every weight is 1."""
     reward_timeout_s: Annotated[float | None, _SECONDS] = 1800.0
     """Seconds that each reward function may take for the completions of a rollout. A function that takes
@@ -326,12 +331,12 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """How many generation batches are begun ahead, so that the device stays full until the longest completion
     ends. Their tokens may then be drawn by weights that are that many rollouts old. 0: none, all tokens are
     drawn by the weights that are trained."""
-    mask_stale_tokens: bool = False
+    mask_stale_tokens: Annotated[bool, IN_COMPLETIONS] = False
     """With max_policy_lag: leave tokens that older weights have drawn out of the loss."""
 
     # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
 
-    max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE] = None
+    max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE, IN_COMPLETIONS] = None
     """Turns at most after which the tools that a model calls are run; what it calls in the next one is not.
     None: no limit but `max_completion_length`, which bounds all tokens after a prompt."""
     tool_timeout_s: Annotated[float | None, _SECONDS] = None
@@ -429,6 +434,8 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         is_metric_given = self.metric_for_best_model is not None
         # transformers connects the ranks: whoever is missing is named before.
         meet(self.ddp_timeout, use_cpu=self.use_cpu, backend=self.ddp_backend)
+        if meeting() is not None:
+            begin_watch(self.ddp_timeout)
         TrainingArguments.__post_init__(self)
         self._launch_dir = os.getcwd()
 
@@ -549,6 +556,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory for the run.")
         check_report_to(self.report_to or ())
+        check_template_arguments(self.chat_template_kwargs)
         if self.offload_scorers and self.sync_ref_model:
             raise ValueError(
                 "offload_scorers=True keeps the reference model on the host, and sync_ref_model=True moves "

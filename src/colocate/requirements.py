@@ -52,6 +52,15 @@ class OneOf:
     names: Collection[Any]
 
 
+class Mark:
+    """What an option is said to be, beside its type; two marks are equal only if they are the same."""
+
+
+IN_COMPLETIONS = Mark()
+"""On an option with which completions are drawn, scored and weighed: those that were made before it was
+changed are not what the run would make now."""
+
+
 @functools.cache
 def ranges_of(record: type) -> dict[str, Requirement]:
     """The requirement of each number for which a dataclass or one of its base classes declares one, by
@@ -65,9 +74,20 @@ def choices_of(record: type) -> dict[str, Collection[Any]]:
     return {name: choice.names for name, choice in _declared(record, OneOf).items()}
 
 
-def _declared(record: type, kind: type) -> dict[str, Any]:
+@functools.cache
+def marked(record: type, mark: Mark) -> frozenset[str]:
+    """The options of a dataclass, inherited ones included, that have a mark."""
+    annotated = _annotated(record)
+    return frozenset(name for name, hint in annotated.items() if mark in hint.__metadata__)
+
+
+def _annotated(record: type) -> dict[str, Any]:
     hints = typing.get_type_hints(record, include_extras=True)
-    annotated = {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+
+
+def _declared(record: type, kind: type) -> dict[str, Any]:
+    annotated = _annotated(record)
     return {
         name: item for name, hint in annotated.items() for item in hint.__metadata__ if isinstance(item, kind)
     }

@@ -23,6 +23,7 @@ from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.reporting.provenance import provenance
+from colocate.requirements import IN_COMPLETIONS, marked
 from colocate.run import Run
 from colocate.run_identity import versions
 from colocate.weights.adapter_files import note_base
@@ -218,13 +219,14 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
     is_split = shards.is_in(directory)
     left_out = (shards.shapes(directory), partial(shards.load, directory)) if is_split else None
     run.policy.load_state_dict(policy_state, left_out)
-    if changed.concern_waiting_completions:
+    spoilt = changed.concern_waiting_completions(marked(type(run.args), IN_COMPLETIONS))
+    if spoilt:
         run.window.clear()
         if isinstance(run.player, CarryingPlayer):
             run.player.clear()
     if changed.changes and run.accelerator.is_main_process:
         # The main process has read one rank's; another number of ranks may have saved.
-        waiting = snapshot.saved_by_ranks(directory, "window") if changed.concern_waiting_completions else ()
+        waiting = snapshot.saved_by_ranks(directory, "window") if spoilt else ()
         logger.warning(changed.told(sum(map(run.window.num_waiting, waiting))))
     run.best.find_again(run.journal.state, directory)
     return directory

@@ -80,7 +80,7 @@ for names, domain in (
     ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),
     ("rollout_server_port vllm_server_port vllm_group_port agent_port", whole(1, 65536)),
-    ("learning_rate weight_decay eval_delay beta epsilon_high router_aux_loss_coef", real(0)),
+    ("learning_rate weight_decay eval_delay beta epsilon epsilon_high router_aux_loss_coef", real(0)),
     ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", real(0)),
     ("vespo_k_pos vespo_k_neg", real(0)),
     ("entropy_coef max_grad_norm", real(-math.inf)),
@@ -93,7 +93,7 @@ for names, domain in (
     ("warmup_steps", lambda v: v == 0 or steps(v)),
     ("logging_steps eval_steps save_steps", steps),
     ("top_p vllm_gpu_memory_utilization", real(0, 1, above=True, below=False)),
-    ("min_p epsilon top_entropy_quantile ref_model_mixup_alpha", real(0, 1, below=False)),
+    ("min_p top_entropy_quantile ref_model_mixup_alpha", real(0, 1, below=False)),
     ("vllm_importance_sampling_clip_min", real(0, 1, below=False)),
     ("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", real(1)),
     ("delta", real(1.2, above=True)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,14 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import make_dataset, make_model, make_trainer, read_metrics, share_of_early_letters
+from small_runs import (
+    make_dataset,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    read_metrics,
+    share_of_early_letters,
+)
 from test_bad_input import files_no_larger_than
 from test_resume import lora, trained_adapter
 from transformers import TrainerCallback, get_scheduler
 
+from colocate import build as builders
 from colocate.checkpoints import sealed
 from colocate.checkpoints.lock import OutputDirInUse, RunLock
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
+from colocate.config import GRPOConfig
+from colocate.experience.judge import Judge
+from colocate.experience.select import Selector
+from colocate.requirements import IN_COMPLETIONS, marked
+from tool_chat import TEMPLATE
 
 NUM_STEPS = 4
 
@@ -110,6 +124,76 @@ def test_a_penalty_begins_and_what_waits_is_generated_anew(stopped, caplog):
     (stopped / "away").rename(stopped / "checkpoint-3")
     _, told = resume(stopped, caplog_cleared(caplog))
     assert told == {"option beta": ("0.1", "0.0", "applied")}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [dict(generation_kwargs={"stop_token_ids": [5]}), dict(chat_template_kwargs={"style": "terse"})],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_was_drawn_otherwise_is_generated_anew(stopped, caplog, changed):
+    _, told = resume(stopped, caplog, **changed)
+    assert told.keys() == {f"option {name}" for name in changed}
+    assert "4 completions made under the former were waiting" in caplog.text
+
+
+NOT_SHAPING = {
+    # Bound to the checkpoint, or to the sizes of batches in it.
+    *("num_generations", "steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
+    "per_device_train_batch_size",
+    # How long a function may take, or where it runs.
+    *("reward_timeout_s", "tool_timeout_s", "tool_workers", "trust_remote_code"),
+    # What is drawn stays a draw of the same distribution; how much of what is drawn is trained on.
+    *("seed", "max_policy_lag", "max_refill_rounds", "top_entropy_quantile"),
+    "num_generations_eval",
+}
+"""Options that are read where completions are made, but do not change what a completion is worth."""
+
+
+def test_options_that_shape_completions_are_marked(tmp_path, monkeypatch):
+    """Each option of the run that is read where completions are drawn, scored and weighed is marked, so that
+    a change of it drops those that wait."""
+    read: set[str] = set()
+    open_calls: list[str] = []
+
+    def noting(self: Any, name: str) -> Any:
+        if open_calls:
+            read.add(name)
+        return object.__getattribute__(self, name)
+
+    def watched(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            open_calls.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                open_calls.pop()
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("sampling_params", "build_requests", "build_judge", "build_rewards", "build_player"):
+        watched(builders, name)
+    watched(Judge, "score")
+    watched(Selector, "slices")
+    monkeypatch.setattr(GRPOConfig, "__getattribute__", noting, raising=False)
+    build(tmp_path / "plain", max_steps=1, beta=0.1).train()
+    build(tmp_path / "lag", max_steps=1, max_policy_lag=1, mask_stale_tokens=True).train()
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    build(tmp_path / "turns", environment_factory=Room, processing_class=tokenizer)
+
+    shaping = read & {field.name for field in dataclasses.fields(GRPOConfig)} - NOT_SHAPING
+    marks = marked(GRPOConfig, IN_COMPLETIONS)
+    assert shaping <= marks, "read where completions are made"
+    # These two decide whether the policy has a reference, and how the engine multiplies.
+    assert marks - shaping == {"beta", "rollout_precision"}
+
+
+class Room:
+    def reset(self, **row: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new adapter", "older adapter"])

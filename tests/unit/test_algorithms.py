@@ -435,8 +435,7 @@ def test_a_whole_step_s_policy_loss_is_reported_once():
         ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, dppo, cispo, sapo, vespo"),
         ({"importance_sampling_level": "sequences"}, "Did you mean 'sequence'"),
         ({"vllm_importance_sampling_mode": "token-mask"}, "Did you mean 'token_mask'"),
-        ({"epsilon": -0.1}, "between 0 and 1"),
-        ({"epsilon": 1.5}, "between 0 and 1"),
+        ({"epsilon": -0.1}, "set it to 0 or more"),
         ({"epsilon_high": -0.2}, "epsilon_high=-0.2"),
         ({"epsilon_high": 0.28, "delta": 1.25}, r"must exceed 1 \+ epsilon_high = 1\.28"),
         ({"loss_type": "sapo", "delta": 2.0}, "no effect with loss_type='sapo'"),
@@ -564,6 +563,13 @@ def test_unusual_pairs_are_warned_of(loss_type: str, level: str, message: str):
     )
     lines = params.unusual_pairs()
     assert any(message in line for line in lines)
+
+
+def test_a_ratio_without_a_lower_bound_is_told():
+    """The first recipe of TRL's index of papers, after DeepSeek-R1."""
+    (line,) = make_params(loss_type="grpo", epsilon=10.0).unusual_pairs()
+    assert "at 1 - epsilon = -9, and" in line and "from above at 11." in line
+    assert not make_params(loss_type="grpo", epsilon=1.0).unusual_pairs()
 
 
 @pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.reads_delta])

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from colocate.requirements import OneOf, check_choice, choices_of
+from colocate.requirements import IN_COMPLETIONS, OneOf, check_choice, choices_of
 
 # Keeps advantages finite in a group whose completions all earn the same reward.
 STD_OFFSET = 1e-4
@@ -21,10 +21,10 @@ class AdvantageOptions:
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 
-    scale_rewards: Annotated[str | bool, OneOf(ADVANTAGES)] = "group"
+    scale_rewards: Annotated[str | bool, OneOf(ADVANTAGES), IN_COMPLETIONS] = "group"
     """What a reward's distance from its group's mean is divided by: the standard deviation of the "group" (or
     True) or of the "batch", that "mean" (MaxRL, arXiv:2602.02710), or nothing with "none" (or False)."""
-    multi_objective_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sum_then_normalize"
+    multi_objective_aggregation: Annotated[str, OneOf(AGGREGATIONS), IN_COMPLETIONS] = "sum_then_normalize"
     """Whether rewards are normalised as a weighted sum, or each reward function by itself and then summed
     (GDPO, arXiv:2601.05242)."""
 

@@ -20,7 +20,7 @@ from colocate.algorithms.normalization import Slice
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
 from colocate.reporting.metrics import Metrics
-from colocate.requirements import NOT_NEGATIVE, POSITIVE, OneOf, check_choice
+from colocate.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
 
 MIN_LOG_WEIGHT = math.log(1e-8)
 MAX_LOG_WEIGHT = 20.0
@@ -35,7 +35,7 @@ class LossOptions:
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    loss_type: Annotated[str, OneOf(LOSSES)] = "dapo"
+    loss_type: Annotated[str, OneOf(LOSSES), IN_COMPLETIONS] = "dapo"
     """The policy loss: its surrogate and its normalisation."""
     importance_sampling_level: Annotated[str, OneOf(RATIOS)] = "token"
     """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""

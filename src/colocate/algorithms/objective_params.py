@@ -8,7 +8,15 @@ from typing import Annotated
 
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
-from colocate.requirements import UPPER_BOUNDS, OneOf, check_choice, check_range, choices_of, ranges_of
+from colocate.requirements import (
+    IN_COMPLETIONS,
+    UPPER_BOUNDS,
+    OneOf,
+    check_choice,
+    check_range,
+    choices_of,
+    ranges_of,
+)
 
 
 @dataclass
@@ -21,7 +29,7 @@ class ObjectiveParams(LossOptions):
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    beta: float = 0.0
+    beta: Annotated[float, IN_COMPLETIONS] = 0.0
     """Weight of the KL penalty to the reference model; 0 keeps no reference."""
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556)."""
@@ -65,10 +73,10 @@ class ObjectiveParams(LossOptions):
         self._check_importance_sampling()
 
     def _check_clipping(self) -> None:
-        if not 0 <= self.epsilon <= 1:
+        if self.epsilon < 0:
             raise ValueError(
-                f"epsilon={self.epsilon} lets ratios fall to 1 - epsilon = {1 - self.epsilon}, but they are "
-                "positive and start at 1: set it between 0 and 1 (0.2 is common)."
+                f"epsilon={self.epsilon} clips ratios at 1 - epsilon = {1 - self.epsilon}, even where the "
+                "policy has not changed: set it to 0 or more (0.2 is common)."
             )
         if self.upper_epsilon < 0:
             raise ValueError(
@@ -115,4 +123,10 @@ class ObjectiveParams(LossOptions):
     def unusual_pairs(self) -> list[str]:
         """A line for each pair of options that is allowed but seldom meant, in the words of TRL's
         warnings."""
-        return [line for caution in LOSSES[self.loss_type].cautions if (line := caution(self))]
+        lines = [line for caution in LOSSES[self.loss_type].cautions if (line := caution(self))]
+        if self.epsilon > 1:
+            lines.append(
+                f"epsilon={self.epsilon:g} clips ratios at 1 - epsilon = {1 - self.epsilon:g}, and they are "
+                f"never below 0: from below nothing is clipped, from above at {1 + self.upper_epsilon:g}."
+            )
+        return lines

@@ -13,7 +13,7 @@ from the next step on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,8 @@ PROCESSES, BATCH = "number of processes", "completions of a micro-step"
 
 _FROZEN = "checksum of the frozen weights (an adapter's base, the reference model)"
 
-_IN_COMPLETIONS = frozenset(
-    f"option {name}"
-    for name in (
-        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_completion_length"),
-        *("loss_type", "beta", "mask_truncated_completions", "mask_stale_tokens"),
-        *("scale_rewards", "reward_weights"),
-        "multi_objective_aggregation",
-    )
-) | {"reward functions", PROCESSES}
-"""Options with which waiting completions were generated, scored and weighted, and divided among processes."""
+_IN_COMPLETIONS = frozenset({"reward functions", PROCESSES})
+"""What besides options has shaped waiting completions: their scores, and how they are divided up."""
 
 
 def save(directory: Path, description: Mapping[str, Any]) -> None:
@@ -108,10 +100,15 @@ class Changes:
             for row in rows
         )
 
-    @property
-    def concern_waiting_completions(self) -> bool:
-        """Whether a changed value has shaped the completions that wait to be trained on."""
-        return any(change.name in _IN_COMPLETIONS for change in self.changes)
+    def concern_waiting_completions(self, options: Collection[str]) -> bool:
+        """Whether a changed value has shaped the completions that wait to be trained on.
+
+        Args:
+            options: the names of the options with which completions are drawn, scored and weighed.
+        """
+        shaping = _IN_COMPLETIONS.union(f"option {name}" for name in options)
+        # A mapping's entries are told apart: the change of one has the option's name in front.
+        return any(f"{change.name} ".startswith(f"{name} ") for change in self.changes for name in shaping)
 
 
 def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
@@ -126,7 +123,7 @@ def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
         refused = [*_differences(saved["fixed"], current["fixed"]), *_frozen_differences(saved, current)]
         applied = list(_differences(saved["others"], current["others"]))
         run_id = str(saved["run_id"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{directory} cannot be resumed: {RUN_FILE} does not say what run it is of ({error!r})."
         ) from error
