@@ -18,7 +18,7 @@ from colocate.algorithms.objective import Objective
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints.best import BestCheckpoint
 from colocate.config import GRPOConfig
-from colocate.data.prompts import tell_bare_strings
+from colocate.data.first_prompt import tell_first_prompt
 from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
 from colocate.engines.base import RolloutEngine
@@ -102,7 +102,7 @@ def build_run(
     handover = Handover(engine)
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh)
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing)
-    requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing)
+    requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing, rewards.names)
     entropy = entropy_controller(args)
     return Run(
         args, accelerator, mesh, tokenizer, train_dataset, eval_dataset, playing,
@@ -384,13 +384,23 @@ def build_requests(
     train_dataset: TrainDataset,
     eval_dataset: EvalDataset | None,
     playing: Playing,
+    reward_names: Sequence[str],
 ) -> RequestBuilder:
-    """The builder of requests from both datasets, whose longest and shortest prompts are checked now."""
-    if args.process_index == 0:
-        tell_bare_strings(next(iter(train_dataset))["prompt"], tokenizer, args.apply_chat_template)
+    """The builder of requests from both datasets, whose longest and shortest prompts are checked now, and the
+    first one is looked at as the model will read it."""
     requests = RequestBuilder(tokenizer, args, context_length(model, args), playing.schemas_of)
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)
+    if args.process_index == 0:
+        row = next(iter(train_dataset))
+        tell_first_prompt(
+            row,
+            *requests.tokenize([row]),
+            tokenizer,
+            reward_names=reward_names,
+            chat_template_kwargs=args.chat_template_kwargs,
+            apply_chat_template=args.apply_chat_template,
+        )
     return requests
 
 

@@ -1,8 +1,23 @@
-"""Text as the tokens of a model."""
+"""Text and conversations as the tokens of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+CONTINUE = "continue_final_message"
+"""transformers' argument by which the template leaves the last message open. It applies here to prompts that
+end with an assistant's message, which the completion then continues."""
+
+_SET_HERE = {
+    "add_generation_prompt": "a prompt always ends where the assistant's turn begins; "
+    f"{CONTINUE}=True lets the model continue a prompt's last message",
+    "tools": "pass `tools` or `environment_factory` to the trainer",
+    **dict.fromkeys(
+        ("conversation", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length"),
+        "prompts are tokenized one by one, and max_prompt_length cuts them",
+    ),
+}
 
 
 def encoded(tokenizer: Any, text: str, what: str) -> list[int]:
@@ -22,3 +37,34 @@ def encoded(tokenizer: Any, text: str, what: str) -> list[int]:
         raise ValueError(
             f"{what} {text!r:.200} has characters that are no tokens of this model's tokenizer ({error})."
         ) from error
+
+
+def check_template_arguments(arguments: Mapping[str, Any] | None, name: str = "chat_template_kwargs") -> None:
+    """Refuse an argument that is set here for every prompt.
+
+    Args:
+        name: what holds the arguments, for the message.
+
+    Raises:
+        ValueError: with what to set instead.
+    """
+    for argument in arguments or ():
+        if argument in _SET_HERE:
+            raise ValueError(f"{name} cannot set {argument!r}: {_SET_HERE[argument]}. Leave it out.")
+
+
+def is_continued(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> bool:
+    """Whether the completion of a prompt continues its last message."""
+    return bool(arguments.get(CONTINUE)) and bool(messages) and messages[-1].get("role") == "assistant"
+
+
+def ending_of(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `apply_chat_template` for a prompt: these, and what says how it ends."""
+    if is_continued(messages, arguments):
+        return {**arguments, "add_generation_prompt": False}
+    return {**without_continuing(arguments), "add_generation_prompt": True}
+
+
+def without_continuing(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for conversations whose last message is whole."""
+    return {name: value for name, value in arguments.items() if name != CONTINUE}

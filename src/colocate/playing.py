@@ -14,6 +14,7 @@ from colocate.config import GRPOConfig
 from colocate.data.order import SOURCE_COLUMN
 from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
+from colocate.encoding import CONTINUE
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.rollout_server.key import key_from_environment
@@ -260,6 +261,7 @@ def _episode_player(
     """The player of episodes that the engine draws and tools or environments answer."""
     if not playing.has_turns:
         return Player(engine, sampling)
+    check_whole_messages(args)
     renderer = Renderer(requests.tokenizer, args.chat_template_kwargs, sampling.stop_token_ids)
     if any(playing.toolboxes()):
         renderer.check_tools()
@@ -292,6 +294,7 @@ def _agent_player(
     from colocate.serving.texts import Texts
 
     assert playing.agent is not None, "that is why it is asked for"
+    check_whole_messages(args)
     texts = Texts(requests.tokenizer, sampling.stop_token_ids, args.chat_template_kwargs)
     player = AgentPlayer(
         engine,
@@ -305,6 +308,15 @@ def _agent_player(
     )
     playing.runners.append(player)
     return player
+
+
+def check_whole_messages(args: GRPOConfig) -> None:
+    """Raises ValueError if the model is to continue messages, in episodes of several turns."""
+    if (args.chat_template_kwargs or {}).get(CONTINUE):
+        raise ValueError(
+            f"chat_template_kwargs={{{CONTINUE!r}: True}} lets the model continue a prompt's last message, "
+            "but with tools, environments or an agent a turn is a whole message. Leave it out."
+        )
 
 
 def check_room(playing: Playing, requests: RequestBuilder, sampling: SamplingParams) -> None:

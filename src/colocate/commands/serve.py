@@ -187,12 +187,15 @@ def _template(file: Path | None) -> str | None:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
+    from colocate.encoding import check_template_arguments
+
     try:
         kwargs = {} if text is None else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--chat_template_kwargs is no JSON: {error}.") from error
     if not isinstance(kwargs, dict):
         raise ValueError(f"--chat_template_kwargs={text!r:.100} must be a JSON object.")
+    check_template_arguments(kwargs, "--chat_template_kwargs")
     return kwargs
 
 

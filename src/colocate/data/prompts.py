@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from colocate.encoding import encoded
+from colocate.encoding import check_template_arguments, encoded, ending_of
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +121,9 @@ def tokenize_prompts(
 ) -> list[tuple[int, ...]]:
     """The token ids of each row's `prompt`, never padded.
 
-    Conversational prompts go through the chat template with the generation prompt added. A row's own
-    `chat_template_kwargs` column, if there is one, takes precedence over the run's.
+    Conversational prompts go through the chat template with the generation prompt added, or end with the
+    beginning of an answer (`encoding.CONTINUE`). A row's own `chat_template_kwargs` column, if
+    there is one, takes precedence over the run's.
 
     Args:
         max_prompt_length: Longer prompts keep their last `max_prompt_length` tokens, the generation prompt
@@ -174,14 +175,14 @@ def _apply_chat_template(
         )
     # Arrow gives every row all the keys that any row has and fills in None; those were never set.
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
+    check_template_arguments(own, f"{name}: The column chat_template_kwargs")
     try:
         encoded: Any = tokenizer.apply_chat_template(
             row["prompt"],
             tools=tools,
-            add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
-            **{**chat_template_kwargs, **own},
+            **ending_of(row["prompt"], {**chat_template_kwargs, **own}),
         )
     except Exception as error:  # templates are programs that refuse what they like, and fail as they like
         raise ValueError(

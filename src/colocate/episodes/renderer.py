@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from colocate.encoding import without_continuing
 from colocate.episodes.argument_types import with_typed_arguments
 from colocate.episodes.response_template import templated_message
 from colocate.episodes.tool_syntax import (
@@ -85,7 +86,7 @@ class Renderer:
             )
         self._remedy = remedy
         self._tokenizer = tokenizer
-        self._kwargs = dict(chat_template_kwargs or {})
+        self._kwargs = without_continuing(chat_template_kwargs or {})
         self.stop_token_ids = tuple(stop_token_ids)
         self._stops = {
             self._decoded(token) for token in stop_token_ids if token in tokenizer.added_tokens_decoder

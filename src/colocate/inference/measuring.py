@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerState
 
+from colocate.data.first_prompt import tell_first_prompt
 from colocate.data.prompts import check_context_length, decode_completions, tokenize_prompts
 from colocate.engines.base import RolloutEngine
 from colocate.inference.loading import LoadedModel
@@ -110,6 +111,15 @@ def score_model(
     token_ids = tokenize_prompts(
         rows, loaded.tokenizer, chat_template_kwargs=loaded.config.chat_template_kwargs
     )
+    if rows:
+        tell_first_prompt(
+            rows[0],
+            token_ids[0],
+            loaded.tokenizer,
+            reward_names=rewards.names,
+            chat_template_kwargs=loaded.config.chat_template_kwargs,
+            apply_chat_template=loaded.config.apply_chat_template,
+        )
     for ids in token_ids:
         check_context_length(len(ids), sampling.max_tokens, loaded.context_length)
     prompts = [Prompt(ids, key, range(num_samples)) for key, ids in enumerate(token_ids)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from colocate.data.prompts import is_conversational
+from colocate.encoding import is_continued, without_continuing
 
 # Sequences per forward pass: enough to fill the device, and the memory that it takes from the policy does not
 # grow with the generation batch.
@@ -88,7 +89,13 @@ class RewardModel:
         if not is_conversational(prompt):
             return prompt + completion
         messages = prompt + completion
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_template_kwargs))
+        arguments = self._chat_template_kwargs
+        if is_continued(prompt, arguments):
+            whole = f"{prompt[-1]['content']}{completion[0]['content']}"
+            messages = [*prompt[:-1], {**prompt[-1], "content": whole}, *completion[1:]]
+        return str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, **without_continuing(arguments))
+        )
 
     @torch.inference_mode()
     def _score(self, ids: list[list[int]]) -> Tensor:
