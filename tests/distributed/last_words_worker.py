@@ -16,7 +16,7 @@ from pathlib import Path
 from colocate.cli import main
 
 RUN = ("--model_name_or_path", "no/model", "--dataset_name", "some/data", "--reward_funcs", "accuracy_reward")
-START = ("--use_cpu", "--ddp_timeout", "5", "--report_to", "none")
+START = ("--use_cpu", "--ddp_timeout", "120", "--report_to", "none")
 WRONG, RIGHT = ("--shard", "3"), ("--shard", "1")
 CASES = {
     "all": (WRONG, WRONG),

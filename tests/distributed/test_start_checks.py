@@ -134,6 +134,16 @@ def test_a_node_that_never_joins_is_named(environment):
     )
 
 
+def test_the_first_rank_says_whom_it_waits_for(environment, monkeypatch, caplog):
+    """Half an hour without a line would look like a hang."""
+    monkeypatch.setattr(meeting, "PATIENCE_S", 1.0)
+    environment(rank_environment(0, free_port()))
+    with pytest.raises(TimeoutError):
+        meet(2)
+    told = "Rank 1 of 2 has not come yet after 1 s. Rank 0 waits for 2 s (ddp_timeout)"
+    assert caplog.messages[0].startswith(told)
+
+
 def test_a_first_node_that_never_answers_is_named(environment):
     port = free_port()
     environment(rank_environment(1, port))

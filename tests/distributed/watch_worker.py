@@ -1,14 +1,16 @@
 """One of two ranks, of which rank 1 comes to an end: `watch_worker.py <how> <directory>`.
 
-<how> is "killed", "raises", "ends", "trainer" or "saves".
+<how> is "killed", "raises", "ends", "trainer", "saves" or "hangs" (until it was told of).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from colocate.checkpoints.interruption import StopRequest
-from colocate.parallel import watch
+from colocate.parallel import watch, whereabouts
 
 
 def end(how: str) -> None:
@@ -44,6 +46,31 @@ def work(how: str) -> None:
             end(how)
         threading.Event().wait(60)
         print("nobody has noticed")
+
+
+def hang(directory: Path) -> None:
+    """The reward function of rank 1 returns when rank 0 has told of it."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import tiny
+
+    whereabouts.STALL_S = 2.0
+    is_told = directory / "told"
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print(record.getMessage(), file=sys.stderr)
+            if "waits for it" in record.getMessage():
+                is_told.touch()
+
+    logging.getLogger("colocate").addHandler(Telling())
+
+    def slow(completions: list[str], **_: Any) -> list[float]:
+        until_s = time.monotonic() + 60
+        while os.environ["RANK"] == "1" and not is_told.exists() and time.monotonic() < until_s:
+            threading.Event().wait(0.1)
+        return tiny.count_digits(completions)
+
+    tiny.make_trainer(directory, reward_funcs=slow, per_device_train_batch_size=2, max_steps=1).train()
 
 
 def train(directory: Path) -> None:
@@ -86,6 +113,8 @@ def main() -> None:
         train(directory)
     elif how == "saves":
         save_alone(directory)
+    elif how == "hangs":
+        hang(directory)
     else:
         dist.init_process_group("gloo")
         work(how)

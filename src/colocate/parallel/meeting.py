@@ -6,6 +6,7 @@ name. The meeting needs no collective: it works before the process group is made
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+logger = logging.getLogger(__name__)
+
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_S = 30.0
 """How much longer than the first rank the others wait for what it decides."""
@@ -24,6 +27,10 @@ _LINGER_S = 10.0
 """How long the first rank, in whose process the store may live, waits until the others have read why the run
 stops."""
 
+PATIENCE_S = 30.0
+"""Seconds after which the first rank says whom it waits for, and again after twice as long each time."""
+_LOOK_S = 0.1
+"""Seconds between two looks whether a rank that is missing has ended."""
 APART_S = 10.0
 """How long ranks that start may be apart when they come to the same error."""
 _TOGETHER_S = 3.0
@@ -60,7 +67,7 @@ class Meeting:
         self.store.set(f"{place}/{self.rank}", report)
         if self.rank == 0:
             reports = self._collect(place, timeout_s)
-            verdict = judge(reports)
+            verdict = self._last_words(reports) or judge(reports)
             self.store.set(f"{place}/verdict", verdict)
             if verdict:
                 self._linger(place, sum(report is not None for report in reports) - 1)
@@ -99,12 +106,36 @@ class Meeting:
         return is_same
 
     def _collect(self, place: str, timeout_s: float) -> list[str | None]:
+        """The reports, awaited until all are there, a rank that is missing has ended, or the time is over."""
+        begin_s, told_s = time.monotonic(), PATIENCE_S
+        while missing := self._missing(place):
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= timeout_s or any(self.store.check([f"end/{rank}"]) for rank in missing):
+                break
+            if waited_s >= told_s:
+                told_s *= 3
+                verb = "has" if len(missing) == 1 else "have"
+                logger.warning(
+                    f"{in_words(missing).capitalize()} of {self.num_ranks} {verb} not come yet after "
+                    f"{waited_s:.0f} s. Rank 0 waits for {timeout_s:,.0f} s (ddp_timeout); if a process has "
+                    "ended, its own output says why."
+                )
+            time.sleep(_LOOK_S)  # a wait in the store that ends by its time prints warnings of a socket's
         keys = [f"{place}/{rank}" for rank in range(self.num_ranks)]
-        try:
-            self.store.wait(keys, timedelta(seconds=timeout_s))
-        except DistError:
-            return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
-        return [self.store.get(key).decode() for key in keys]
+        return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]
+
+    def _missing(self, place: str) -> list[int]:
+        return [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])]
+
+    def _last_words(self, reports: Sequence[str | None]) -> str:
+        """What ranks have said that have ended before they came; empty if none has."""
+        missing = [rank for rank, report in enumerate(reports) if report is None]
+        return "\n".join(
+            f"{self.num_ranks} processes were to join, and rank {rank} is missing. It has ended with the "
+            f"words: {self.store.get(f'end/{rank}').decode()}"
+            for rank in missing
+            if self.store.check([f"end/{rank}"])
+        )
 
     def _linger(self, place: str, num_readers: int) -> None:
         end = time.monotonic() + _LINGER_S
