@@ -15,6 +15,7 @@ from pathlib import Path
 
 from colocate.commands import chat, export, merge, plan, report, rollout_serve, serve, train
 from colocate.commands import eval as measure
+from colocate.parallel.error_file import record_failure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
 from colocate.version import __version__
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         message = redacted(str(error))  # errors of other libraries may quote secrets, too
         brief = f"colocate {known.command}: {message}\n(--debug shows where)"
+        if type(error).__name__ != "PeerError":  # whose class is PyTorch's to load
+            record_failure(error, brief)
         say(redacted(traceback.format_exc()) if known.debug else brief)
         return 1
     except KeyboardInterrupt as error:

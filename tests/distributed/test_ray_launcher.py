@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,10 +178,10 @@ def heads_processes(home: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_an_error_that_would_come_again_is_not_tried_again(make_run, cluster):
-    directory = make_run("wrong", num_generations=3)
+    directory = make_run("wrong", shard=8)
     done = run_ray(directory, cluster, "--ranks_per_node", "2")
     assert done.returncode == 1 and "started again" not in done.stderr
-    assert done.stderr.count("The rollout of per_device_train_batch_size") == 1, "said by one rank alone"
+    assert done.stderr.count("shard=8 splits the weights over 8 processes") == 1, "said by one rank alone"
     assert re.search(r"rank 0 \(.*\) ended with exit code 1\. Its last lines are above\.", done.stderr)
 
 
@@ -380,6 +381,20 @@ def test_an_address_where_nobody_listens_is_refused_at_once(address, monkeypatch
     said = capsys.readouterr().err
     assert f"No Ray head listens at RAY_ADDRESS={address} (" in said and "`ray job submit`" in said
     assert time.monotonic() - begin_s < 100, "Ray tries for two minutes"
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_told(monkeypatch, capsys, make_run):
+    ray = pytest.importorskip("ray")
+
+    def late(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.chdir(make_run("late"))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(ray, "init", late)
+    assert main(["train", "run.yaml", "--launcher", "ray", "--ranks_per_node", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "on this machine cannot be used: The current node timed out" in said and "ray start --head" in said
 
 
 def test_a_rank_of_another_launcher_does_not_start_ranks(monkeypatch, capsys, make_run):

@@ -80,6 +80,13 @@ def test_who_saves_a_part_alone_is_told_that_all_must_save(tmp_path):
     assert (tmp_path / "1" / "model.safetensors").exists() and not (tmp_path / "2" / "config.json").exists()
 
 
+def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path):
+    codes, text = run_ranks("hangs", tmp_path)
+    assert codes == [0, 0], text
+    told = r"rank 1 \(.*, pid \d+\) has been in slow \(watch_worker.py\) for 2 s and more, and rank 0 waits"
+    assert len(re.findall(told, text)) == 1 and "reward_timeout_s limits the time" in text, text
+
+
 def test_a_trainer_whose_collective_breaks_says_why(tmp_path):
     codes, text = run_ranks("trainer", tmp_path)
     assert codes == [1, -9]
@@ -91,6 +98,14 @@ def test_under_torchrun_it_is_told_before_the_agent_ends_all(tmp_path):
     out, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
     check_told(out + errors, "after step 7", "has died")
+
+
+def test_torchrun_shows_the_rank_that_failed_first(tmp_path):
+    """And not one that has ended because of it, whose last line may be a socket's."""
+    run = start(*TORCHRUN, WORKER, "raises", tmp_path)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    cause = errors.partition("Root Cause (first observed failure)")[2]
+    assert re.search(r"rank +: 1 ", cause) and "ValueError: rank 1 has found something" in cause, errors
 
 
 def test_of_a_progress_bar_the_last_state_is_kept(capsys):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from colocate.checkpoints.sealed import MANIFEST
 from colocate.clusters import launch as launch_module
 from colocate.clusters.launch import launch
 from colocate.clusters.process import Ending
 from colocate.parallel.ask import Ask
+from colocate.parallel.error_file import VARIABLE, read_failure, record_failure
 
 LOST, FAILED, STOPPED = (
     Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),
@@ -22,6 +25,31 @@ LOST, FAILED, STOPPED = (
 )
 LOST_LATE = Ending(137, "rank 1 was ended by SIGKILL", was_lost=True, was_stopped=True)
 AUTO = ["--resume_from_checkpoint", "auto"]
+
+
+def test_the_rank_that_failed_by_itself_is_shown():
+    """Others end because of it, and their last line may be a warning about a socket."""
+    because = Ending(1, "rank 0: [W] socket closed")
+    silent = Ending(1, "rank 1: what all ranks find wrong", has_words=False, failed_at_s=4.0)
+    first, later = (Ending(1, f"rank {n}", failed_at_s=float(n)) for n in (5, 6))
+    lost = Ending(137, "rank 2 was killed", was_lost=True)
+    endings = [because, silent, later, first, lost]
+    assert sorted(endings, key=lambda ending: ending.order) == [lost, first, later, silent, because]
+
+
+def test_a_rank_writes_once_why_it_fails_and_only_where_a_launcher_asks(monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    record_failure(ValueError("nobody asks"))
+    monkeypatch.setenv(VARIABLE, str(file))
+    assert read_failure(file) is None
+    before_s = int(time.time())
+    record_failure(ValueError("first"), "the reward is wrong")
+    record_failure(RuntimeError("then everything else"))
+    found = read_failure(file)
+    assert found is not None and found.text == "the reward is wrong" and found.at_s >= before_s
+    shown = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(file))
+    assert shown.message["message"] == "ValueError: first" and shown.timestamp == found.at_s
 
 
 def seal(directory: Path) -> None:

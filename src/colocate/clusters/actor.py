@@ -10,12 +10,16 @@ import selectors
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from colocate.engines.rollout_server.connection import answers
+from colocate.parallel.error_file import VARIABLE, Failure, read_failure
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.parallel.ports import free_port
 from colocate.parallel.process_group import ProcessGroup
@@ -44,6 +48,7 @@ class ProcessActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._output = selectors.DefaultSelector()
         self._terminal: int | None = None
+        self._error_file = Path()
 
     def place(self, directory: str | None, version: str) -> Place:
         """Say where this is.
@@ -90,13 +95,15 @@ class ProcessActor:
         pairs = [os.pipe(), os.pipe()] if size is None else [os.openpty()]
         self._terminal = None if size is None else pairs[0][0]
         self._resize(size)
+        self._error_file = Path(tempfile.gettempdir(), f"colocate-error-{uuid.uuid4().hex}.json")
+        own = {"PYTHONUNBUFFERED": "1", VARIABLE: str(self._error_file)}
         self._process = ProcessGroup(
             [sys.executable, "-m", "colocate", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=pairs[0][1],
             stderr=pairs[-1][1],
             cwd=directory,
-            env=without_launchers(os.environ) | {"PYTHONUNBUFFERED": "1"} | dict(variables),
+            env=without_launchers(os.environ) | own | dict(variables),
         )
         for number, (ours, its) in enumerate(pairs, start=1):
             os.close(its)
@@ -137,6 +144,12 @@ class ProcessActor:
 
     answers = staticmethod(answers)
     """Asks the process, a server, whether it works."""
+
+    def failure(self) -> Failure | None:
+        """Read why the process has failed, as it has said itself; None: it has not."""
+        found = read_failure(self._error_file)
+        self._error_file.unlink(missing_ok=True)
+        return found
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the process, if it has begun and not ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import os
 import signal
 import time
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocate.clusters.actor import Place, ProcessActor, Size
-from colocate.parallel.tail import Tail
+from colocate.parallel.error_file import Failure
+from colocate.parallel.tail import NUM_LINES, Tail
 from colocate.redaction import redacted
 from colocate.version import __version__
 
@@ -36,6 +38,15 @@ class Ending:
     """The process has said why."""
     was_stopped: bool = False
     """The run was asked to stop."""
+    failed_at_s: float = math.inf
+    """When the process noted an error of its own; infinite: it has noted none, as one that ends because of
+    another."""
+
+    @property
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """Sorts endings by how much they explain: what was lost, then errors of its own, of which the first
+        that was said (what all ranks find wrong, one alone says)."""
+        return not self.was_lost, self.failed_at_s == math.inf, not self.has_words, self.failed_at_s
 
 
 class Process:
@@ -98,7 +109,8 @@ class Process:
             self._is_seated = False
             return self.ending(f"is lost with its node or its actor: {_brief(error)}")
         if code >= 0:
-            return self.ending(f"ended with exit code {code}", code, was_lost=False)
+            failure = await self.actor.failure.remote() if code else None
+            return self.ending(f"ended with exit code {code}", code, was_lost=False, failure=failure)
         names = {each.value: each.name for each in signal.Signals}
         return self.ending(f"was ended by {names.get(-code, f'signal {-code}')}", 128 - code)
 
@@ -106,16 +118,28 @@ class Process:
         """Do with its output on a file descriptor, 1 or 2, what is to be done with it."""
         raise NotImplementedError
 
-    def last_words(self) -> str:
-        """The last lines that it has written, for the message of its end; empty: none."""
-        lines = "".join(f"\n    {redacted(line)}" for line in self.tail.lines())
-        return f"Its last lines{self._output}:{lines}" if lines else ""
+    def last_words(self, failure: Failure | None) -> str:
+        """The error that it has noted, or else the last lines that it has written, for the message of its
+        end; empty: none."""
+        if failure is not None:
+            said, about = failure.text.strip().splitlines()[-NUM_LINES:], "Its error"
+        else:
+            said, about = self.tail.lines(), f"Its last lines{self._output}"
+        lines = "".join(f"\n    {redacted(line)}" for line in said)
+        return f"{about}:{lines}" if lines else ""
 
-    def ending(self, how: str, code: int = 1, *, was_lost: bool = True) -> Ending:
-        """How it has ended, with its last words; unless the caller says so, not by an error of its own."""
-        words = self.last_words()
+    def ending(
+        self, how: str, code: int = 1, *, was_lost: bool = True, failure: Failure | None = None
+    ) -> Ending:
+        """How it has ended, with its last words; unless the caller says so, not by an error of its own.
+
+        Args:
+            failure: what it has noted of its error, which stands for its last words.
+        """
+        words = self.last_words(failure)
         text = f"{self} {self.fault or how}. {words or 'It had said nothing.'}"
-        return Ending(code, text, was_lost, has_words=bool(words))
+        at_s = math.inf if failure is None else failure.at_s
+        return Ending(code, text, was_lost, has_words=bool(self.last_words(None)), failed_at_s=at_s)
 
 
 @contextmanager

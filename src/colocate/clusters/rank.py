@@ -9,6 +9,7 @@ from typing import Any
 
 from colocate.clusters.actor import Size
 from colocate.clusters.process import Process
+from colocate.parallel.error_file import Failure
 
 
 class Rank(Process):
@@ -25,8 +26,8 @@ class Rank(Process):
         """See `Process`."""
         return None if self._prefix else _terminal_size()
 
-    def last_words(self) -> str:
-        return super().last_words() if self._prefix else "Its last lines are above."
+    def last_words(self, failure: Failure | None) -> str:
+        return super().last_words(failure) if self._prefix else "Its last lines are above."
 
     def say(self, number: int, text: str) -> None:
         if number == 2:

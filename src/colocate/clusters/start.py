@@ -135,8 +135,7 @@ class Start:
         for rank in going.values() if failures else ():
             if (silence_s := time.monotonic() - rank.heard_s) > ANSWER_S:
                 failures.append(rank.ending(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
-        # What all ranks find wrong, one alone says, and need not be the first to end.
-        failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
+        failures.sort(key=lambda failure: failure.order)
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))
 
     def variables(self, number: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ life into the store that the ranks have met at (MASTER_ADDR, MASTER_PORT), and r
     rank 1 raises       it writes its error down; the others have `GRACE_S` to raise the same error
     rank 1 ends         it writes that down, and whoever is in work that it has not done misses it
     its host is gone    it is silent for `ddp_timeout`
+    rank 1 hangs        a rank that waits says after a minute what rank 1 does (`whereabouts`), and waits on
 
 The thread ends its process with `os._exit`, since nothing else ends one that waits inside a collective. It
 does so only while the process is at work that it shares with the others (`watching`).
@@ -35,8 +36,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
+from colocate.parallel.error_file import record_failure
 from colocate.parallel.tail import NUM_LINES, Tail
 from colocate.parallel.verdict import PeerError, first_line
+from colocate.parallel.whereabouts import Stalls, Whereabouts
 from colocate.redaction import redacted
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,10 @@ class Sign:
     """The last lines on stderr, or of the error."""
     ended: bool = False
     """Whether the script has ended by itself."""
+    waits: bool = False
+    doing: str = ""
+    remedy: str = ""
+    """See `Whereabouts`."""
 
     @property
     def name(self) -> str:
@@ -119,6 +126,7 @@ class Watch:
         self._progress: Callable[[], str] = str
         self._stop = threading.Event()
         self._tail = Tail(sys.stderr)
+        self._stalls = Stalls(rank)
         self._thread = threading.Thread(target=self._run, name="colocate-watch", daemon=True)
 
     def start(self) -> None:
@@ -178,8 +186,12 @@ class Watch:
                 self._read()
             losses = [loss for loss in self._losses(at_once=True) if self._explains(loss, text, order)]
             if losses or time.monotonic() > until_s:
+                if not losses:
+                    record_failure(error)
                 return next(iter(losses), None)
             time.sleep(BEAT_S / 5)
+        if not isinstance(error, PeerError):
+            record_failure(error)
         return None
 
     def _explains(self, loss: Loss, text: str, order: int) -> bool:
@@ -201,6 +213,7 @@ class Watch:
             except Exception as error:
                 lost_store_s = lost_store_s or time.monotonic()
                 store_error = first_line(error)
+            self._tell_stalls()
             losses = self._losses()
             if not losses and lost_store_s is not None and time.monotonic() - lost_store_s > GRACE_S:
                 keeper = self._signs.get(0)
@@ -211,8 +224,17 @@ class Watch:
                     self._give_up(losses[0])
 
     def _beat(self) -> None:
+        news = Whereabouts.of_this_process()._asdict()
         with self._lock:
-            self._tell(beat=self._sign.beat + 1)
+            self._tell(beat=self._sign.beat + 1, **news)
+
+    def _tell_stalls(self) -> None:
+        """Say which rank this one has been waiting for, and what that does."""
+        going = [
+            sign for sign in list(self._signs.values()) if sign.finished < self._number and not sign.error
+        ]
+        for text in self._stalls.look(self._is_at_work and self._sign.waits, going):
+            logger.warning(text)
 
     def _tell(self, **news: Any) -> None:
         """Write this rank's sign of life. Where the store is lost, the thread finds that out by itself."""
@@ -359,6 +381,15 @@ def _watch_of_process(silence_s: float, environment: Mapping[str, str]) -> Watch
             "for ddp_timeout and do not say which it was."
         )
     return _watch
+
+
+def begin_watch(silence_s: float) -> None:
+    """Watch from now on, so that a rank which ends before its first shared work is missed there at once.
+
+    Args:
+        silence_s: seconds without a sign of life after which a rank counts as dead.
+    """
+    _watch_of_process(silence_s, os.environ)
 
 
 def watched(
