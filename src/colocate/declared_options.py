@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ CLASSES = {
 }
 """The file of each class that declares options, a class before its base classes."""
 FIRST_HEADING = {"RunConfig": "What to train on what"}
+_DECLARING = (*CLASSES, "TrainingArguments")
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _DEFINED_IN = {"transformers": "transformers.training_args"}
 """The module that defines what a package imports from it and hands on."""
@@ -157,6 +159,30 @@ def declared_types() -> dict[str, Any]:
         except (NameError, TypeError):  # TypeError: a class that is named in quotes, in a union
             continue
     return found
+
+
+@functools.cache
+def declared_defaults() -> dict[str, Any]:
+    """The default of every option that is written as a plain value, inherited ones included, by name."""
+    found = {}
+    for name, (_, module) in _declarations().items():
+        value = _defaults_of(module).get(name)
+        if isinstance(value, ast.Call):  # dataclasses.field(default=...)
+            value = next((word.value for word in value.keywords if word.arg == "default"), None)
+        with suppress(ValueError, TypeError):
+            found[name] = ast.literal_eval(value)  # type: ignore[arg-type]
+    return found
+
+
+def _defaults_of(module: ast.Module) -> dict[str, ast.expr]:
+    """The defaults that the classes of a module declare, by the names of fields."""
+    classes = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in _DECLARING]
+    return {
+        node.target.id: node.value
+        for definition in classes
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None
+    }
 
 
 def _types() -> dict[str, str]:

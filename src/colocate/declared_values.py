@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin
 
-from colocate.declared_options import declared_types
+from colocate.batch_sizes import derive_batch_sizes
+from colocate.declared_options import declared_defaults, declared_types
 from colocate.engines.build import OLDER_NAMES
 from colocate.option_values import as_read, coerce
 from colocate.options import CHOICES, MAY_BE_INFINITE, RANGES
 from colocate.requirements import OneOf, Requirement, check_choice, check_range
+
+_OF_BATCHES = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("generation_batch_size", "steps_per_generation", "num_generations", "num_generations_eval"),
+)
+
+
+def check_batch(values: Mapping[str, object], num_ranks: int) -> None:
+    """Refuse numbers of completions that do not hold whole groups, as `GRPOConfig` does.
+
+    Args:
+        values: options that `check_values` has passed.
+
+    Raises:
+        ValueError: with the arithmetic.
+    """
+    defaults, types = declared_defaults(), declared_types()
+    batch = SimpleNamespace(world_size=num_ranks)
+    for name in _OF_BATCHES:
+        value = values.get(name, defaults[name])
+        setattr(batch, name, coerce(name, value, as_read(name, _without_conditions(types[name]))))
+    strategy = values.get("eval_strategy", "no")
+    batch.eval_strategy = "no" if strategy in (None, False) else str(strategy)  # YAML reads `no` as False
+    derive_batch_sizes(batch)
+
+
+def _without_conditions(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def check_values(values: Mapping[str, object]) -> None:

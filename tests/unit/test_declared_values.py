@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colocate.config import GRPOConfig
 from colocate.declared_options import declared_types
-from colocate.declared_values import check_values
+from colocate.declared_values import check_batch, check_values
 from colocate.engines.build import OLDER_NAMES
 from colocate.options import default_of
 from colocate.run_config import RunConfig, parse_run
@@ -71,6 +71,28 @@ def test_what_is_refused_early_is_what_the_classes_refuse(name, value):
         assert (refusal(judged_by_the_classes, {name: value}) or "").startswith(name)
     elif name in declared_types():  # of its type
         assert refusal(parse_run, {name: value}) is None
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            "per_device_train_batch_size": st.integers(1, 8),
+            "per_device_eval_batch_size": st.integers(1, 8).map(str),
+            "gradient_accumulation_steps": st.integers(1, 4),
+            "generation_batch_size": st.none() | st.integers(0, 24),
+            "steps_per_generation": st.none() | st.integers(1, 4),
+            "num_generations": st.integers(1, 6),
+            "num_generations_eval": st.none() | st.integers(1, 6),
+            "eval_strategy": st.sampled_from(["no", "steps", False]),
+        },
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_batches_are_judged_early_as_the_class_judges_them(values):
+    late = refusal(judged_by_the_classes, values)
+    early = refusal(check_batch, values, 1) if refusal(check_values, values) is None else late
+    assert early == late
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from colocate import import_ahead
+from colocate.checkpoints.lock import RunLock
 from tiny import make_model, make_tokenizer
 
 HEAVY = {
@@ -21,6 +22,8 @@ HEAVY = {
 
 NEVER = {"matplotlib", "ray", "tensorboard", "trackio", "trl", "vllm", "wandb"}
 """What no run loads that does not ask for it."""
+
+TRAIN = "train --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward"
 
 OF_TRAINING = {"datasets", "pandas", "pyarrow", "colocate.build", "colocate.data", "colocate.loop"}
 """What a model in hand does not need."""
@@ -39,13 +42,14 @@ def loaded(program: str, *words: str, typed: str = "") -> list[set[str]]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A run that is reported on, with a wrong run file and a whole model beside it."""
+    """A run to report on; beside it a wrong run file, a whole model, and a directory that is in use."""
     directory = tmp_path_factory.mktemp("runs")
     (directory / "wrong.yaml").write_text("learning_rat: 1e-6\n")
     (directory / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     (directory / "model").mkdir()
     (directory / "model" / "config.json").write_text("{}")
-    return directory
+    with RunLock(directory / "busy"):
+        yield directory
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,9 @@ def directory(tmp_path_factory):
         ("train --help", "", ()),
         ("train wrong.yaml", "did you mean 'learning_rate'?", ()),
         ("train --max_steps 3", "model_name_or_path is not set", ()),
+        (f"{TRAIN} --num_generations 3", "8 completions is not a whole number of groups of num_gen", ()),
+        (f"{TRAIN} --output_dir /proc/none/out", "output_dir='/proc/none/out' cannot be written to", ()),
+        (f"{TRAIN} --output_dir busy", "Another run is writing into busy: process ", ()),
         ("plan wrong.yaml", "did you mean 'learning_rate'?", ()),
         ("plan --model_name_or_path ./nowhere", "There is no directory", ()),
         ("report .", "", ("numpy", "rich")),

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from accelerate.utils import gather_object
-
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -123,6 +121,8 @@ def holding_run_lock(train: Train) -> Train:
 
     @functools.wraps(train)
     def locked(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        from accelerate.utils import gather_object  # loads PyTorch, which takes seconds
+
         is_main = trainer.accelerator.is_main_process
         with RunLock(trainer.args.run_dir, is_main=is_main, gather=gather_object):
             return train(trainer, *args, **kwargs)

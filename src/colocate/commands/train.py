@@ -24,7 +24,7 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
-from colocate.declared_values import check_values
+from colocate.declared_values import check_batch, check_values
 from colocate.parallel.ask import Ask
 from colocate.redaction import redacted
 from colocate.run_file import read_values
@@ -100,16 +100,44 @@ def run(known: argparse.Namespace) -> int:
     file, values = read_values(known.run_options)
     check_values(values)
     _require_complete(values, file)
-    if (ask := _ask(known, values.get("engine"))) is not None:
+    ask = _ask(known, values.get("engine"))
+    num_ranks = _num_ranks(os.environ) if ask is None else ask.num_nodes * ask.ranks_per_node
+    if num_ranks is not None and not values.get("deepspeed"):  # which may set sizes of its own
+        check_batch(values, num_ranks)
+    if ask is not None:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
         own = _options_with_replicas(values) if ask.num_replicas else []
         return launch(["train", *debug, *known.run_options, *own], values, ask)
     is_main = os.environ.get("RANK", "0") == "0"
+    _check_output_dir(Path(str(values.get("output_dir") or "trainer_output")), is_main)
     with _header(file, values) if is_main else nullcontext():
         _train(file, values, is_main)
     return 0
+
+
+def _num_ranks(environment: Mapping[str, str]) -> int | None:
+    """How many ranks the launcher has started; None: only libraries that take seconds to load can tell."""
+    if "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    by_mpi = {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
+    return None if by_mpi & environment.keys() else 1
+
+
+def _check_output_dir(directory: Path, is_main: bool) -> None:
+    """Refuse a directory where nothing can be saved, or that another run is writing into, before data and
+    model are loaded.
+
+    Raises:
+        ValueError, OutputDirInUse: see `sealed.check_writable` and `RunLock`.
+    """
+    from colocate.checkpoints.lock import RunLock
+    from colocate.checkpoints.sealed import check_writable
+
+    check_writable(directory)
+    with RunLock(directory, is_main=is_main):
+        pass  # the trainer takes it when it trains
 
 
 def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
