@@ -116,7 +116,7 @@ def old_logprobs(run: Run, samples: list[Sample]) -> list[Tensor]:
 def take_step(run: Run) -> Step:
     """The policy's turn: one optimizer step on the next slices of the window."""
     samples = run.selector.for_step(run.window.peek())
-    update = run.policy.update(samples, run.objective)
+    update = run.policy.update(samples, run.objective, keep_logprobs=run.window.keeps_logprobs)
     run.window.advance(update.logprobs)
     return samples, update
 
@@ -145,7 +145,8 @@ def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
         run.entropy.update(metrics["entropy_trained"])
         metrics["entropy_coef"] = run.entropy.coef
     record = run.timeline.drain()
-    run.handover.learn(record["memory"])
+    if update.has_signal:  # else training has needed less than it will need
+        run.handover.learn(record["memory"])
     run.policy.learn(record["memory"], update)
     run.journal.end_step(metrics, record)
     if run.args.sync_ref_model and run.journal.state.global_step % run.args.ref_model_sync_steps == 0:

@@ -245,6 +245,7 @@ TRAINER_CASES = {
     "on-policy": ON_POLICY,
     "off-policy": OFF_POLICY,
     "clip-higher": OFF_POLICY | {"epsilon": 0.1, "epsilon_high": 0.5},
+    "clip-from-above": OFF_POLICY | {"epsilon": 10.0, "epsilon_high": 0.1},
     "delta": OFF_POLICY | {"delta": 1.3},
     "kl": OFF_POLICY | {"beta": 0.1, "use_bias_correction_kl": False},
     "corrected-kl": OFF_POLICY | {"beta": 0.1},

@@ -181,6 +181,38 @@ def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, na
                 assert our_log[key] == pytest.approx(value, rel=2e-4, abs=2e-5), (key, their_log["step"])
 
 
+def test_steps_without_a_signal_move_the_weights_as_trls_do(tmp_path, model_dir):
+    """By weight decay and by what Adam remembers; only the passes that compute zeros are left out."""
+    calls: dict[str, int] = {"theirs": 0, "ours": 0}
+
+    def reward_of(name: str) -> Any:
+        def sometimes(completions, **_):
+            calls[name] += 1
+            return [1.0] * len(completions) if calls[name] in (2, 3, 5) else count_digits(completions)
+
+        return sometimes
+
+    theirs, ours = (
+        make(tmp_path, model_dir, reward_func=reward_of(name), weight_decay=0.1, max_steps=5)
+        for make, name in ((their_trainer, "theirs"), (our_trainer, "ours"))
+    )
+    initial = weights_of(theirs.model)
+    with_scripted_completions(theirs, ours)
+    train_theirs(theirs, ours.args.seed)
+    ours.train()
+    expected, actual = weights_of(theirs.model), weights_of(ours.model)
+    for name in actual:
+        moved, error = expected[name] - initial[name], actual[name] - expected[name]
+        assert error.norm() < 2e-4 * moved.norm(), name
+    logs = list(zip(theirs.state.log_history[:-1], ours.state.log_history[:-1], strict=True))
+    assert [ours["updates_without_signal"] for _, ours in logs] == [0, 1, 1, 0, 1]
+    for theirs_log, our_log in logs:
+        missing = {key for key in theirs_log.keys() - our_log.keys() if not key.startswith("clip_ratio/")}
+        assert missing == ({"entropy"} if our_log["updates_without_signal"] else set())
+        for key in theirs_log.keys() & our_log.keys() - {"step_time"}:
+            assert our_log[key] == pytest.approx(theirs_log[key], rel=2e-4, abs=2e-5), key
+
+
 def test_reward_function_that_changes_its_arguments(tmp_path, model_dir):
     """A judge that appends the completion to the prompt, as is natural, and drops the end of the tokens."""
     seen = []
@@ -334,7 +366,7 @@ def test_names_beyond_trls(histories):
         *(f"sampling/sampling_logp_difference/{x}" for x in ("mean", "max")),
         *(f"sampling/importance_sampling_ratio/{x}" for x in ("min", "mean", "max")),
     }
-    assert beyond == sampling | {"skipped_updates", "entropy_trained"}
+    assert beyond == sampling | {"skipped_updates", "updates_without_signal", "entropy_trained"}
 
 
 def test_evaluation_numbers(tmp_path, model_dir):

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TrainingArguments
 
+from colocate.algorithms.objective import Objective, ObjectiveParams
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.loading import enable_gradient_checkpointing
@@ -440,3 +441,66 @@ def test_two_ranks_equal_one_process():
         assert skipped and version == 4
         for name, value in policy.model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-5)
+
+
+# ── Steps without a signal ───────────────────────────────────────────────────────────────────────────────
+
+OPTIMIZERS = {
+    "adamw": dict(optim="adamw_torch", weight_decay=0.1, learning_rate=1e-2),
+    "momentum": dict(optim="sgd", optim_args="momentum=0.9", weight_decay=0.1, learning_rate=1e-1),
+    "adafactor": dict(optim="adafactor", learning_rate=1e-2),
+}
+
+
+def without_advantages(by_token: bool = False) -> list[Sample]:
+    zero = [torch.zeros(len(s.completion_ids)) if by_token else 0.0 for s in SAMPLES]
+    return [replace(s, advantage=x) for s, x in zip(SAMPLES, zero, strict=True)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_a_step_without_a_signal_makes_no_pass_and_moves_the_weights_alike(architecture, optim, monkeypatch):
+    """Bit for bit what the passes would have led to: Adam's moments and weight decay act on."""
+    passes: list[int] = []
+    scored = Policy._scored
+
+    def counted(self, *args, **kwargs):
+        passes.append(1)
+        return scored(self, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "_scored", counted)
+    grpo = Objective(ObjectiveParams())
+    weights = []
+    for keep_logprobs in (True, False):
+        policy = make_policy(make_model(architecture), **OPTIMIZERS[optim])
+        for samples in (SAMPLES, without_advantages(), without_advantages(by_token=True), SAMPLES):
+            passes.clear()
+            before = [p.detach().clone() for p in policy.model.parameters()]
+            result = policy.update(samples, grpo, keep_logprobs=keep_logprobs)
+            is_made = keep_logprobs or samples is SAMPLES
+            assert result.has_signal == is_made and bool(passes) == is_made
+            assert not all(map(torch.equal, before, policy.model.parameters())) or optim == "adafactor"
+            told = result.metrics.compute()
+            assert told["updates_without_signal"] == (not is_made) and told["skipped_updates"] == 0
+            if samples is not SAMPLES:
+                assert told["loss"] == 0 and told["grad_norm"] == 0
+        weights.append([p.detach().clone() for p in policy.model.parameters()])
+        assert policy.version == 4
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        ObjectiveParams(beta=0.1),
+        ObjectiveParams(entropy_coef=0.1),
+        ObjectiveParams(use_adaptive_entropy=True),
+    ],
+)
+def test_a_step_with_another_part_of_the_loss_is_made(params):
+    samples = [
+        replace(s, reference_logprobs=torch.zeros(len(s.completion_ids))) for s in without_advantages()
+    ]
+    policy = make_policy(make_model("llama"))
+    result = policy.update(samples, Objective(params), keep_logprobs=False)
+    assert result.has_signal and "entropy" in result.metrics.compute()

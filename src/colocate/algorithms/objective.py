@@ -86,6 +86,11 @@ class Objective:
         """Whether the loss depends on the entropies, so that they need a gradient."""
         return self.params.has_entropy_bonus
 
+    @property
+    def vanishes_without_advantages(self) -> bool:
+        """Whether loss and gradient are 0 where all advantages are: every surrogate is a multiple of them."""
+        return self.params.beta == 0.0 and not self.has_entropy_bonus
+
     def __call__(
         self, policy_logprobs: Tensor, entropies: Tensor, batch: LossBatch
     ) -> tuple[Tensor, Metrics]:

@@ -97,6 +97,12 @@ class TrainingWindow:
         """The slices of the next optimizer step."""
         return [entry.samples for _, entry in zip(range(self.slices_per_step), self._queue, strict=False)]
 
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether `advance` reads the log-probs of the next step, for later visits of its slices."""
+        entries = [entry for _, entry in zip(range(self.slices_per_step), self._queue, strict=False)]
+        return any(entry.passes_left > 1 for entry in entries)
+
     def prompt_keys(self) -> set[int | None]:
         """Keys of the prompts of all samples whose steps are still to come."""
         return {sample.prompt_key for entry in self._queue for sample in entry.samples}

@@ -53,6 +53,16 @@ def filler(device: torch.device) -> Sample:
     return Sample(one, one, completion_mask=torch.zeros(1, device=device), advantage=0.0)
 
 
+def vanishes(samples: Sequence[Sample], objective: object) -> bool:
+    """Whether the loss of these samples and its gradient are 0, as all their advantages are."""
+    if not getattr(objective, "vanishes_without_advantages", False):
+        return False
+    if any(sample.advantage for sample in samples if not isinstance(sample.advantage, Tensor)):
+        return False
+    by_token = [sample.advantage for sample in samples if isinstance(sample.advantage, Tensor)]
+    return not by_token or not bool(torch.cat(by_token).any())
+
+
 def loss_batch(samples: Sequence[Sample]) -> LossBatch:
     """The samples' fields that the objective reads, padded on the right, on their device.
 

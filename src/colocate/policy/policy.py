@@ -22,7 +22,7 @@ from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.head_check import check_output_head
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
-from colocate.policy.microbatches import filler, for_each, loss_batch
+from colocate.policy.microbatches import filler, for_each, loss_batch, vanishes
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.output_head import output_head
@@ -59,15 +59,18 @@ OUT_OF_MEMORY_ADVICE = (
 class UpdateResult:
     metrics: Metrics
     """The objective's metrics and `loss` of this rank's samples, `grad_norm` (of all ranks' mean gradient,
-    before clipping), `learning_rate` and `skipped_updates`."""
+    before clipping), `learning_rate`, `skipped_updates` and `updates_without_signal`."""
     loss: Tensor
     """The loss of this rank's samples, a scalar."""
     logprobs: list[Tensor]
-    """Each sample's log-probabilities [C] before the step, the old ones for later passes over the sample."""
+    """Each sample's log-probabilities [C] before the step, the old ones for later passes over the sample;
+    empty tensors where no passes were made."""
     skipped: bool
     """Whether nothing was changed, because the loss or the gradient of some rank was not finite."""
     largest_microbatch: int
     """The tokens of the step's largest micro-batch; 0 where the model runs padded."""
+    has_signal: bool = True
+    """Whether passes were made. False: the gradient was known to be 0 (`Policy.update`)."""
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -193,8 +196,14 @@ class Policy:
         """How the next step is cut and what it keeps; the policy alone changes it."""
         return self._step_plan.plan
 
-    def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
+    def update(
+        self, samples: Sequence[Sample], objective: LossFunction, *, keep_logprobs: bool = True
+    ) -> UpdateResult:
         """Take one optimizer step on `samples`, whose loss is the sum of the micro-batches' losses.
+
+        Where the advantages of all ranks' samples are 0, and with them the gradient, no pass is made that
+        would only compute zeros, and the objective has no metrics. The optimizer steps with a gradient of 0
+        nevertheless, as TRL's does: weights decay, and Adam's moments move the weights on.
 
         All ranks must call it together, with samples or without; their gradients are averaged. If the loss or
         the gradient of any rank is not finite, all ranks skip the step: parameters, masters, moments and
@@ -203,6 +212,9 @@ class Policy:
         If any rank runs out of memory, all repeat what they were doing, with one smaller plan. No collective
         is begun before all ranks have what they need for it.
 
+        Args:
+            keep_logprobs: whether the log-probabilities are needed, which takes the passes in any case.
+
         Raises:
             PeerError: the update has failed on another rank.
         """
@@ -210,9 +222,12 @@ class Policy:
             longest = max((len(sample.prompt_ids) for sample in samples), default=1)
             self._step_plan.plan = self.planner.with_prompts(self.plan, longest)
         self._step_plan.see(samples)
-        self._step_plan.join(self._everyone)
+        may_differ = keep_logprobs or self.router_loss_coef or not vanishes(samples, objective)
+        has_signal = self._step_plan.join(self._everyone, bool(may_differ))
         size = self._step_size(samples)
-        loss, metrics, logprobs = self._retry_passes(lambda: self._accumulate_all(samples, objective, size))
+        passes = partial(self._accumulate_all, samples if has_signal else (), objective, size)
+        loss, metrics, logprobs = self._retry_passes(passes)
+        metrics.add_mean("updates_without_signal", float(not has_signal), 1)
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm, losses = self.optimizer.reduce_gradients(loss)
@@ -230,7 +245,8 @@ class Policy:
             self._mark_memory("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, loss, logprobs, skipped, self._largest_microbatch)
+        logprobs = logprobs if has_signal else [torch.empty(0, device=self.device) for _ in samples]
+        return UpdateResult(metrics, loss, logprobs, skipped, self._largest_microbatch, has_signal)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:

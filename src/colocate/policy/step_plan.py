@@ -31,16 +31,21 @@ class StepPlan:
         """The most tokens per micro-batch of the samples last seen."""
         return self.plan.budget(self._longest)
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: Peers, flag: bool = False) -> bool:
         """Make the plan, and the longest sequence that it is for, the same on all of some ranks.
 
         Each rank plans by the prompts and the memory that it has seen. All wait for the slowest, so that a
         larger plan on some of them would gain nothing.
+
+        Returns:
+            Whether the `flag` of any of the ranks is set.
         """
-        if peers.are_several:
-            rows = peers.gather(self._longest, *self.plan.to_numbers())
-            self._longest = max(row[0] for row in rows)
-            self.plan = most_cautious([TrainPlan.from_numbers(row[1:]) for row in rows], self._longest)
+        if not peers.are_several:
+            return flag
+        rows = peers.gather(int(flag), self._longest, *self.plan.to_numbers())
+        self._longest = max(row[1] for row in rows)
+        self.plan = most_cautious([TrainPlan.from_numbers(row[2:]) for row in rows], self._longest)
+        return any(row[0] for row in rows)
 
     def shrink(self, peers: Peers) -> str | None:
         """Take the next smaller plan for the samples that the ranks have seen last, and describe it; None on

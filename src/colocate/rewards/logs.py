@@ -17,7 +17,16 @@ TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage", TURN_REW
 turns."""
 
 TRAINER_METRICS = RESERVED_KEYS.union(
-    ("loss", "policy_loss", "learning_rate", "grad_norm", "skipped_updates", "num_tokens", "step_time"),
+    (
+        "loss",
+        "policy_loss",
+        "learning_rate",
+        "grad_norm",
+        "skipped_updates",
+        "updates_without_signal",
+        "num_tokens",
+        "step_time",
+    ),
     ("rank_wait_s",),
     ("reward", "reward_std", "frac_reward_zero_std", "entropy", "entropy_trained", "entropy_coef", "kl"),
     (f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
