@@ -185,12 +185,17 @@ def _check_dataset(name: str, dataset: Any, or_else: str = "") -> None:
         return
     hint = ""
     if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        hint = f"; take one of its splits, {', '.join(map(repr, dataset))}"
+        hint = f": take one of its splits, {name}=dataset[{next(iter(dataset), 'train')!r}]"
+        if len(dataset) > 1:
+            hint += f" (it has {', '.join(map(repr, dataset))})"
     elif isinstance(dataset, (list, tuple)):
-        hint = "; rows become one with datasets.Dataset.from_list(rows)"
+        hint = ": rows become one with datasets.Dataset.from_list(rows)"
     elif isinstance(dataset, (str, Path)):
-        hint = "; load it with datasets.load_dataset or colocate.data.loading.load_prompts"
-    _refuse(name, dataset, f"a datasets.Dataset or IterableDataset with a column 'prompt'{or_else}{hint}")
+        hint = ": load it with datasets.load_dataset or colocate.data.loading.load_prompts"
+    kind = type(dataset).__name__
+    raise TypeError(
+        f"`{name}` must be a `Dataset` or `IterableDataset`{or_else}, got `{kind}` {shown(dataset)}{hint}."
+    )
 
 
 def _check_tokenizer(name: str, value: Any) -> None:

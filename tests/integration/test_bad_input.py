@@ -162,6 +162,13 @@ def test_prompt_of_a_stream_longer_than_the_context(tmp_path):
     assert mended.train(resume_from_checkpoint=True).global_step == 5
 
 
+def test_a_dict_of_splits_is_refused_in_trls_words_with_a_split_to_take(tmp_path):
+    splits = datasets.DatasetDict({"train": make_dataset(), "test": make_dataset()})
+    told = "`train_dataset` must be a `Dataset` or `IterableDataset`, got `DatasetDict`"  # TRL's words
+    with pytest.raises(TypeError, match=rf"(?s){told}.*train_dataset=dataset\['train'\]"):
+        make_trainer(tmp_path, train_dataset=splits)
+
+
 @pytest.mark.parametrize("where", ["train_dataset", "eval_dataset"])
 def test_empty_dataset(tmp_path, where):
     with pytest.raises(ValueError, match="dataset is empty"):
