@@ -393,14 +393,7 @@ def build_requests(
         requests.check_extremes(dataset)
     if args.process_index == 0:
         row = next(iter(train_dataset))
-        tell_first_prompt(
-            row,
-            *requests.tokenize([row]),
-            tokenizer,
-            reward_names=reward_names,
-            chat_template_kwargs=args.chat_template_kwargs,
-            apply_chat_template=args.apply_chat_template,
-        )
+        tell_first_prompt(row, *requests.tokenize([row]), tokenizer, args, reward_names)
     return requests
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,14 +20,19 @@ _READS_TAGS = {"think_format_reward": "<think>"}
 """Built-in reward functions that want a tag at a completion's beginning."""
 
 
+class PromptOptions(Protocol):
+    """The options that prompts are made with; `GRPOConfig` documents each."""
+
+    chat_template_kwargs: dict[str, Any] | None
+    apply_chat_template: bool | None
+
+
 def tell_first_prompt(
     row: Mapping[str, Any],
     token_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
-    *,
+    options: PromptOptions,
     reward_names: Collection[str] = (),
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    apply_chat_template: bool | None = None,
 ) -> None:
     """Warn, once for each, of what a prompt shows.
 
@@ -36,9 +41,9 @@ def tell_first_prompt(
         token_ids: its prompt.
         reward_names: the run's reward functions.
     """
-    tell_bare_strings(row["prompt"], tokenizer, apply_chat_template)
+    tell_bare_strings(row["prompt"], tokenizer, options.apply_chat_template)
     text = str(tokenizer.decode(list(token_ids)))
-    arguments = {**(chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+    arguments = {**(options.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
     for warning in (
         *_ends(row["prompt"], token_ids, tokenizer),
         *_left_open(row["prompt"], arguments),

@@ -112,14 +112,7 @@ def score_model(
         rows, loaded.tokenizer, chat_template_kwargs=loaded.config.chat_template_kwargs
     )
     if rows:
-        tell_first_prompt(
-            rows[0],
-            token_ids[0],
-            loaded.tokenizer,
-            reward_names=rewards.names,
-            chat_template_kwargs=loaded.config.chat_template_kwargs,
-            apply_chat_template=loaded.config.apply_chat_template,
-        )
+        tell_first_prompt(rows[0], token_ids[0], loaded.tokenizer, loaded.config, rewards.names)
     for ids in token_ids:
         check_context_length(len(ids), sampling.max_tokens, loaded.context_length)
     prompts = [Prompt(ids, key, range(num_samples)) for key, ids in enumerate(token_ids)]
