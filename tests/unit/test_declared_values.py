@@ -84,7 +84,7 @@ def test_what_is_refused_early_is_what_the_classes_refuse(name, value):
             "steps_per_generation": st.none() | st.integers(1, 4),
             "num_generations": st.integers(1, 6),
             "num_generations_eval": st.none() | st.integers(1, 6),
-            "eval_strategy": st.sampled_from(["no", "steps", False]),
+            "eval_strategy": st.sampled_from(["no", "steps"]),
         },
     )
 )

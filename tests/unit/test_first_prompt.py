@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from colocate.data.prompts import tokenize_prompts
 from colocate.rewards.format import think_format_reward
 from colocate.rewards.models import RewardModel
-from tiny import CHAT_TEMPLATE, make_config, make_reward_model, make_tokenizer, make_trainer
+from tiny import CHAT_TEMPLATE, make_config, make_model, make_reward_model, make_tokenizer, make_trainer
 from tool_chat import add
 
 ASKED = [{"role": "user", "content": "1+1="}]
@@ -66,7 +66,8 @@ def test_a_fault_of_all_prompts_is_told_from_the_first(tmp_path, caplog, change,
     change(tokenizer)
     rows = Dataset.from_dict({"prompt": [prompt] * 4})
     with caplog.at_level(logging.WARNING, "colocate"):
-        make_trainer(tmp_path, processing_class=tokenizer, train_dataset=rows, **options)
+        model = make_model(vocab_size=len(tokenizer))
+        make_trainer(tmp_path, model=model, processing_class=tokenizer, train_dataset=rows, **options)
     said = [r.getMessage() for r in caplog.records if r.name == "colocate.data.first_prompt"]
     assert len(said) == len(told) and all(words in text for words, text in zip(told, said, strict=True))
 
