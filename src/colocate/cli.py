@@ -18,6 +18,7 @@ from colocate.commands import eval as measure
 from colocate.parallel.error_file import record_failure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
+from colocate.rewards.exits import LoudExits, place_of_exit
 from colocate.version import __version__
 
 _COMMANDS = {
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        return _COMMANDS[known.command].run(known)
+        with LoudExits():
+            return _COMMANDS[known.command].run(known)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -63,6 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "PeerError":  # whose class is PyTorch's to load
             record_failure(error, brief)
         say(redacted(traceback.format_exc()) if known.debug else brief)
+        return 1
+    except SystemExit as error:
+        place = place_of_exit(error)
+        if error.code or "argparse.py:" in place:  # which has shown the help
+            raise
+        say(
+            f"colocate {known.command}: {place} called exit(), which ended the command before it was done. "
+            "The status would be 0, as of one that has succeeded, and is 1."
+        )
         return 1
     except KeyboardInterrupt as error:
         if known.debug:

@@ -28,6 +28,7 @@ from colocate.experience.play import Player
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.rollout_function import FunctionPlayer, RolloutFunc
 from colocate.parallel.mesh import Mesh
+from colocate.rewards.exits import LoudExits
 from colocate.serving.installed import check_installed
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
@@ -71,8 +72,10 @@ class Playing:
 
     @contextmanager
     def tools_at_work(self) -> Iterator[None]:
-        """A context at whose end no thread of tools is left, unless it is within another such context."""
+        """A context at whose end no thread of tools is left, unless it is within another such context. What
+        ends the process in it says so."""
         with ExitStack() as stack:
+            stack.enter_context(LoudExits())
             for runner in self.runners:
                 stack.enter_context(runner)
             yield
@@ -94,6 +97,7 @@ PLAIN = Playing()
 """Episodes of a single turn."""
 
 
+@LoudExits()
 def playing_of(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Any,

@@ -7,8 +7,10 @@ import inspect
 import json
 import logging
 import math
+import os
 import threading
 import time
+import traceback
 
 import pyarrow.parquet
 import pytest
@@ -18,6 +20,7 @@ from transformers import TrainerState
 
 from colocate import GRPOTrainer
 from colocate.rewards.errors import RewardError
+from colocate.rewards.exits import EXIT_CODE
 from colocate.rewards.logs import TRAINER_METRICS
 from tiny import (
     StubEngine,
@@ -365,3 +368,43 @@ def test_signature_is_trls(tmp_path):
         "agent"
     )
     assert list(inspect.signature(GRPOTrainer.__init__).parameters) == names.split()
+
+
+def leave(*arguments, **columns):
+    os._exit(0)
+
+
+def leave_in_a_thread(completions, **columns):
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    return [0.0] * len(completions)
+
+
+def let_a_child_leave(completions, **columns):
+    child = os.fork() or leave()
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ({"reward_funcs": leave}, EXIT_CODE),
+        ({"reward_funcs": leave_in_a_thread}, EXIT_CODE),
+        ({"rollout_func": leave}, EXIT_CODE),
+        ({"environment_factory": leave}, EXIT_CODE),
+        ({"reward_funcs": let_a_child_leave}, 0),
+    ],
+)
+def test_code_that_ends_the_process_does_not_end_it_as_a_success(tmp_path, capfd, arguments, status):
+    child = os.fork()
+    if child == 0:
+        try:
+            make_trainer(tmp_path, stub=StubEngine(fixed_length), **arguments).train()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    assert ("os._exit(0) was called in leave (" in capfd.readouterr().err) == bool(status)

@@ -1,9 +1,12 @@
+import subprocess
 import sys
 
 import pytest
 
 from colocate import rewards
 from colocate.rewards import get_reward_function
+from colocate.rewards.exits import EXIT_CODE
+from colocate.rewards.registry import get_tool
 
 
 def test_reward_functions_are_found_by_name(tmp_path, monkeypatch):
@@ -49,6 +52,41 @@ def test_a_file_that_cannot_be_imported_is_named_each_time(source, tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"mine\.py cannot be imported: \w+Error: "):
             get_reward_function(f"{tmp_path}/mine.py:f")
+
+
+EXITS = "import sys\ndef f(completions, **k):\n    return [1.0] * len(completions)\n{0}\n"
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "raise SystemExit", "exit('no GPU')"])
+@pytest.mark.parametrize("door", ["{0}/leaves.py:f", "leaves.f"])
+@pytest.mark.parametrize("load", [get_reward_function, get_tool])
+def test_a_file_that_exits_when_it_is_imported_is_named_each_time(leave, door, load, tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text(EXITS.format(leave))
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"leaves(\.py)? calls exit\(\) when it is imported.*leaves\.py:4"
+        ):
+            load(door.format(tmp_path))
+
+
+def test_a_file_does_not_end_the_command_as_if_it_had_succeeded(model_dir, tmp_path):
+    (tmp_path / "leaves.py").write_text(EXITS.format("import os; os._exit(0)"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    command = [sys.executable, "-m", "colocate", "train", "--model_name_or_path", model_dir, "--dataset_name"]
+    command += ["rows.jsonl", "--reward_funcs", "leaves.py:f", "--output_dir", "out"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == EXIT_CODE
+    assert "os._exit(0) was called in <module> (" in ended.stderr
+
+
+def test_an_exit_anywhere_in_a_command_is_an_error(monkeypatch, capsys):
+    from colocate import cli
+    from colocate.commands import merge
+
+    monkeypatch.setattr(merge, "run", lambda known: exec(compile("exit()", "model.py", "exec")))
+    assert cli.main(["merge", "adapter", "merged"]) == 1
+    assert "model.py:1 called exit(), which ended the command before it was done" in capsys.readouterr().err
 
 
 POOLED = """

@@ -25,7 +25,7 @@ from colocate.data.loading import load_prompts
 from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.base import RewardFunctions
 from colocate.rewards.errors import RewardError
-from colocate.rewards.forks import EXIT_CODE
+from colocate.rewards.exits import EXIT_CODE
 from colocate.rewards.models import RewardModel
 from colocate.rewards.reasoning_gym import encode_entry
 

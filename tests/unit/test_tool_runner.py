@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import ToolCall
 from colocate.rewards import time_limit
-from colocate.rewards.forks import EXIT_CODE
+from colocate.rewards.exits import EXIT_CODE
 
 LIMIT_S = 1.0
 PATIENCE_S = 60.0

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_CODE = 70
-"""What such a copy ends with: an error within the program (EX_SOFTWARE)."""
+from colocate.rewards.exits import EXIT_CODE
 
 
 @contextmanager

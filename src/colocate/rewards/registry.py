@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from colocate.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
+from colocate.rewards.exits import LoudExits, place_of_exit
 from colocate.rewards.format import think_format_reward
 from colocate.rewards.length import get_soft_overlong_punishment
 from colocate.rewards.reasoning_gym import reasoning_gym_reward
@@ -104,7 +105,10 @@ def _import_module(path: str, name: str, kind: str) -> ModuleType:
     ):  # a console script, unlike `python -m`, does not search the working directory
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(path)
+        with LoudExits():
+            return importlib.import_module(path)
+    except SystemExit as error:
+        raise ValueError(_calls_exit(path, error)) from error
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise  # the module exists, but something that it imports does not
@@ -134,7 +138,11 @@ def _import_file(path: Path) -> ModuleType:
     directory = str(file.parent)
     sys.path.insert(0, directory)  # the file may import its neighbours, as it may when Python runs it
     try:
-        spec.loader.exec_module(module)
+        with LoudExits():
+            spec.loader.exec_module(module)
+    except SystemExit as error:
+        del sys.modules[module_name]
+        raise ValueError(_calls_exit(path, error)) from error
     except Exception as error:
         del sys.modules[module_name]
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
@@ -143,6 +151,14 @@ def _import_file(path: Path) -> ModuleType:
     if directory not in sys.path:
         sys.path.append(directory)
     return module
+
+
+def _calls_exit(module: Path | str, error: SystemExit) -> str:
+    """A message about a module that ends the process which imports it, whatever the status."""
+    return (
+        f"{module} calls exit() when it is imported, at {place_of_exit(error)}. Let it define functions, "
+        'and put what is to run as a script under `if __name__ == "__main__":`.'
+    )
 
 
 def _module_name(file: Path) -> str:
