@@ -388,7 +388,8 @@ def build_requests(
 ) -> RequestBuilder:
     """The builder of requests from both datasets, whose longest and shortest prompts are checked now, and the
     first one is looked at as the model will read it."""
-    requests = RequestBuilder(tokenizer, args, context_length(model, args), playing.schemas_of)
+    length, reason = context_length(model, args)
+    requests = RequestBuilder(tokenizer, args, length, playing.schemas_of, context_reason=reason)
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)
     if args.process_index == 0:

@@ -16,6 +16,7 @@ from colocate.nested_options import arguments_of_model_generate, in_words, stop_
 from colocate.options import check_support
 from colocate.parallel.mesh import Mesh
 from colocate.types import SamplingParams
+from colocate.weights.context_length import longest_context
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ def build_engine(
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
-        ValueError: an option that the engine which "auto" has come to does not support.
+        ValueError: an option that the engine which "auto" has come to does not support; `context_length`.
     """
+    context_length(model, args)  # before anything is started: what no engine may be asked for
     name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
     if name == "auto":
         name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
@@ -59,11 +61,16 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
     )
 
 
-def context_length(model: nn.Module, args: GRPOConfig) -> int:
-    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if
-    fewer."""
-    limits = [
-        getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
-        args.vllm_max_model_length,
-    ]
-    return min(limit for limit in (*limits, 1 << 62) if limit is not None and limit > 0)  # XLNet's is -1
+def context_length(model: nn.Module, args: GRPOConfig) -> tuple[int, str]:
+    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer;
+    and what says so.
+
+    Raises:
+        ValueError: `vllm_max_model_length` is more than the model computes consistently.
+    """
+    longest, asked = longest_context(causal_lm(model).config), args.vllm_max_model_length
+    longest.check(asked, "vllm_max_model_length")
+    most = longest.num_tokens or 1 << 62
+    if asked is None or most <= asked:
+        return most, longest.reason
+    return asked, f"vllm_max_model_length={asked}"

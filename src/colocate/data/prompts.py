@@ -245,8 +245,11 @@ def decode_completions(
     ]
 
 
-def check_context_length(num_prompt_tokens: int, max_completion_length: int, context_length: int) -> None:
-    """Raises ValueError unless a prompt and the longest completion together fit the model's context."""
+def check_context_length(
+    num_prompt_tokens: int, max_completion_length: int, context_length: int, reason: str = ""
+) -> None:
+    """Raises ValueError unless a prompt and the longest completion together fit the model's context, whose
+    length has a `reason`."""
     total = num_prompt_tokens + max_completion_length
     if total <= context_length:
         return
@@ -254,5 +257,5 @@ def check_context_length(num_prompt_tokens: int, max_completion_length: int, con
     remedy = "max_completion_length" + (f", or max_prompt_length to at most {room}" if room > 0 else "")
     raise ValueError(
         f"A prompt of {num_prompt_tokens} tokens + max_completion_length={max_completion_length} = {total} "
-        f"tokens, but the context holds {context_length}. Lower {remedy}."
+        f"tokens, but the context holds {context_length}{f' ({reason})' if reason else ''}. Lower {remedy}."
     )

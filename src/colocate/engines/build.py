@@ -98,12 +98,15 @@ def _native(parts: EngineParts) -> RolloutEngine:
 def _vllm(parts: EngineParts) -> RolloutEngine:
     from colocate.engines.vllm.engine import VLLMEngine
     from colocate.engines.vllm.logprobs_mode import mode_for
+    from colocate.weights.context_length import longest_context
+    from colocate.weights.layouts import causal_lm
 
-    options = parts.options
+    options, longest = parts.options, longest_context(causal_lm(parts.model).config)
     return VLLMEngine(
         parts.model,
         max_num_seqs=options.max_num_seqs,
-        max_model_len=options.vllm_max_model_length,
+        # vLLM chooses longrope's factors by the longest sequence that it may get.
+        max_model_len=options.vllm_max_model_length or (longest.num_tokens if longest.is_exact else None),
         tensor_parallel_size=options.vllm_tensor_parallel_size,
         gpu_memory_utilization=options.vllm_gpu_memory_utilization,
         reserve_bytes=0 if options.offload_optimizer else _moments_bytes(parts),

@@ -20,6 +20,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
 from colocate.weights.layouts import causal_lm
+from colocate.weights.context_length import longest_context
 
 
 class TransformersEngine(TurnEngine):
@@ -65,9 +66,9 @@ class TransformersEngine(TurnEngine):
         if (reason := prompt_learning_adapter(model)) is not None:
             raise ValueError(reason)
         self._base: Any = causal_lm(model)
-        max_len = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
-        self._max_len = sys.maxsize if max_len is None else max_len
-        self._max_len_reason = f"max_position_embeddings = {max_len}"
+        longest = longest_context(self._base.config)
+        self._max_len = longest.num_tokens or sys.maxsize
+        self._max_len_reason = longest.reason
         self._vocab_size = self._base.get_input_embeddings().num_embeddings
         self._pad_token_id = pad_token_id
         self._generation_kwargs = dict(generation_kwargs or {})

@@ -60,6 +60,7 @@ class RequestBuilder:
 
     Args:
         context_length: tokens that prompt and completion may have together.
+        context_reason: what says so, for messages.
         schemas_of: the JSON schemas of the tools that a row's prompt is to describe; None: there are none.
     """
 
@@ -69,11 +70,14 @@ class RequestBuilder:
         options: RequestOptions,
         context_length: int,
         schemas_of: Callable[[dict[str, Any]], list[dict[str, Any]] | None] = lambda row: None,
+        *,
+        context_reason: str = "",
     ) -> None:
         self.tokenizer = tokenizer
         self._schemas_of = schemas_of
         self._options = options
         self.context_length = context_length
+        self._context_reason = context_reason
 
     def training(self, batch: PromptBatch) -> RolloutRequest:
         """This rank's equal share of the batch's completions; a group may span ranks.
@@ -161,5 +165,7 @@ class RequestBuilder:
             schemas=[self._schemas_of(row) for row in rows],
         )
         for ids in token_ids:
-            check_context_length(len(ids), options.max_completion_length, self.context_length)
+            check_context_length(
+                len(ids), options.max_completion_length, self.context_length, self._context_reason
+            )
         return token_ids

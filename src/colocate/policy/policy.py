@@ -36,7 +36,9 @@ from colocate.policy.step_plan import StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import is_fully_sharded, run_gathered
+from colocate.weights.layouts import causal_lm
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -190,6 +192,7 @@ class Policy:
             add_gradient=optimizer.add_gradient,
         )
         self._largest_microbatch = 0
+        self._longest = longest_context(causal_lm(model).config)
 
     @property
     def plan(self) -> TrainPlan:
@@ -509,6 +512,8 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
+        # Rollouts end before; a `rollout_func` or an agent may bring longer ones.
+        self._longest.check(max(lengths, default=None), "num_tokens of a sample")
         self._step_plan.see(samples)
         budget = self._step_plan.budget
         if packed:

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from colocate.data.prompts import is_conversational
 from colocate.encoding import is_continued, without_continuing
+from colocate.weights.context_length import longest_context
 
 # Sequences per forward pass: enough to fill the device, and the memory that it takes from the policy does not
 # grow with the generation batch.
@@ -64,17 +65,17 @@ class RewardModel:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self._max_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._longest = longest_context(config)
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
         ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
         longest = max(len(sequence) for sequence in ids)
-        if self._max_length is not None and longest > self._max_length:
+        if self._longest.num_tokens is not None and longest > self._longest.num_tokens:
             raise ValueError(
                 f"Prompt and completion are {longest} tokens together, but the reward model "
-                f"{self.__name__!r} reads {self._max_length}. Lower max_completion_length, or choose one "
-                "with a longer context."
+                f"{self.__name__!r} reads {self._longest.num_tokens} ({self._longest.reason}). Lower "
+                "max_completion_length, or choose one with a longer context."
             )
         order = sorted(
             range(len(ids)), key=lambda i: len(ids[i])

@@ -37,6 +37,7 @@ from colocate.weights.adapters import (
     prompt_learning_adapter,
     unsupported_adapters,
 )
+from colocate.weights.context_length import longest_context
 from colocate.weights.quantized import compute_dtype, is_4bit
 
 ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
@@ -255,7 +256,8 @@ def _parts(base: Any) -> list[object]:
 def _resolved(base: Any) -> Layout:
     """The layout of a causal language model whose modules were found to be those of its architecture."""
     config = base.config
-    max_position, max_position_reason = _max_position(config)
+    # `dynamic` keeps the unscaled frequencies up to max_position_embeddings.
+    longest = longest_context(config)
     attention = base.model.layers[0].self_attn
     part = weight_part_of(base)
     return Layout(
@@ -271,8 +273,8 @@ def _resolved(base: Any) -> Layout:
         vocab_size=base.lm_head.weight.shape[0] * part.count,
         rms_norm_eps=config.rms_norm_eps,
         scaling=attention.scaling,
-        max_position=max_position,
-        max_position_reason=max_position_reason,
+        max_position=longest.num_tokens or config.max_position_embeddings,
+        max_position_reason=longest.reason,
         base=weakref.ref(base),
         parts=tuple(_parts(base)),
         part=part,
@@ -303,17 +305,6 @@ def _layer_layout(layer: Any, config: Any) -> LayerLayout:
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {"rope_type": "default"}
-
-
-def _max_position(config: Any) -> tuple[int, str]:
-    rope = _rope_parameters(config)
-    if rope["rope_type"] == "longrope":
-        # Beyond this length every frequency switches from the short to the long factors, also those of keys
-        # that are already cached: a cached decode and the trainer's forward would disagree.
-        original = rope["original_max_position_embeddings"]
-        return original, f"original_max_position_embeddings of 'longrope' = {original}"
-    # `dynamic` keeps the unscaled frequencies up to max_position_embeddings.
-    return config.max_position_embeddings, f"max_position_embeddings = {config.max_position_embeddings}"
 
 
 def _unsupported_options(base: Any) -> str | None:

@@ -51,8 +51,8 @@ def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str
         return layout.max_position, layout.max_position_reason
     if max_model_len > layout.max_position:
         raise ValueError(
-            f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
-            f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
+            f"max_model_len={max_model_len} exceeds what can be decoded with this model: "
+            f"{layout.max_position_reason}. Lower max_model_len, or leave it out."
         )
     return max_model_len, f"max_model_len = {max_model_len}"
 

@@ -23,6 +23,7 @@ from colocate.engines.rollout_server.weight_wire import SHAPE
 from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import MODES
 from colocate.version import __version__
+from colocate.weights.context_length import longest_context
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ def examine(
     described = workers.describe(deadline_s=deadline_s)
     first, name = described[0], str(offered["id"])
     check_fit(model, first, name, url)
+    _check_context(model, first, int(offered["max_model_len"]), url)
     starts.note(start_id_of(described))
     for _ in range(_MOST_SERVERS):
         client.drop_connections()  # a router may keep each with one server
@@ -138,6 +140,22 @@ def examine(
         first["can_sleep"],
         first["engine"] == "native",
     )
+
+
+def _check_context(model: nn.Module, worker: Mapping[str, Any], max_len: int, url: str) -> None:
+    """Refuse a server whose model may get longer sequences than the policy computes consistently: vLLM
+    chooses longrope's factors, for all sequences, by the longest one that it may get.
+
+    Raises:
+        ValueError: with the option of the server to set.
+    """
+    longest = longest_context(causal_lm(model).config)
+    if longest.is_exact and longest.num_tokens is not None and max_len > longest.num_tokens:
+        raise ValueError(
+            f"The server at {url} takes sequences of {max_len} tokens, and the policy computes "
+            f"{longest.num_tokens} consistently: {longest.reason}. Start it with "
+            f"{how_to_start(worker, '--max-model-len', str(longest.num_tokens))}."
+        )
 
 
 def how_to_start(worker: Mapping[str, Any], *options: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from colocate.engines.vllm.arguments import config_directory, memory_share
 from colocate.redaction import redacted
+from colocate.weights.context_length import longest_context
 
 MAX_NUM_SEQS = 512
 """Default number of sequences that are decoded at the same time."""
@@ -169,7 +170,7 @@ def max_len_of(base: Any, asked: int | None) -> int:
     Raises:
         ValueError: neither says how long.
     """
-    most = asked or getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    most = asked or longest_context(base.config).num_tokens
     if most is None:
         raise ValueError(
             "TensorRT-LLM must know the longest sequence, and the model's configuration has no "
