@@ -13,7 +13,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.memory.train_plan import TrainPlan
 from colocate.parallel.mesh import Mesh
 from colocate.run import Run
-from colocate.weights.layouts import causal_lm, has_layout
+from colocate.weights.layouts import causal_lm, why_no_layout
 from colocate.weights.weight_parts import sizes_of
 
 _ENGINES = {
@@ -66,10 +66,11 @@ def _in_words(count: int) -> str:
 def _why(args: GRPOConfig, model: nn.Module, engine: RolloutEngine) -> str:
     if args.engine != "auto":
         return f"engine={args.engine!r}"
-    kind = type(causal_lm(model)).__name__
-    if type(engine).__name__ == "TransformersEngine" and has_layout(model):
+    if (reason := why_no_layout(model)) is not None:
+        return f"engine='auto', and the native engine cannot run this model: {reason}"
+    if type(engine).__name__ == "TransformersEngine":
         return "engine='auto', and generation_kwargs asks for what only it does"
-    return f"engine='auto', and {kind} is {'known to the native engine' if has_layout(model) else 'not'}"
+    return f"engine='auto', and {type(causal_lm(model)).__name__} is known to the native engine"
 
 
 def _prompts(train_dataset: Any, eval_dataset: Any) -> str:

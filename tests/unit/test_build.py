@@ -13,15 +13,18 @@ import torch
 from accelerate import Accelerator, DistributedType
 from engine_models import make_gpt2, make_model
 from packaging.version import Version
+from peft import LoraConfig, get_peft_model
+from transformers import Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from colocate.config import GRPOConfig
 from colocate.engines import build as engines
-from colocate.engines.build import EngineParts
+from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.engines.vllm import engine, environment
 from colocate.parallel.mesh import Mesh
 from colocate.process_setup import set_up_process
 from colocate.run_engine import build_engine, sampling_params
+from colocate.run_header import _why
 
 
 @pytest.fixture
@@ -74,6 +77,48 @@ def test_vllms_options_are_read_where_a_model_without_a_layout_comes_to_it(build
     assert (options["tensor_parallel_size"], options["engine_kwargs"]) == (2, {"enforce_eager": True})
     message = caplog.messages[-1]
     assert "GPT2LMHeadModel has no layout" in message and "completions come from vLLM" in message
+
+
+def with_dora(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True))
+
+
+def with_own_head(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+
+
+def quantised(model, **config):
+    model.config.quantization_config = config
+    return model
+
+
+def partly_rotated():
+    config = Phi3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, partial_rotary_factor=0.5, pad_token_id=0,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (partly_rotated, "partial_rotary_factor=0.5 rotates only part of each head"),
+        (lambda: with_dora(make_model("qwen3")), "uses the LoRA variant DoraLinearVariant"),
+        (lambda: with_own_head(make_model("qwen3")), "PEFT keeps its own copy of lm_head"),
+        (
+            lambda: quantised(make_model("qwen3"), quant_method="bitsandbytes", load_in_8bit=True),
+            "is quantised (bitsandbytes, 8 bits)",
+        ),
+        (make_gpt2, "GPT2LMHeadModel has no layout"),
+    ],
+)
+def test_why_a_known_architecture_is_not_run_natively_is_said(tmp_path, make, reason):
+    model = make()
+    name, notice = engine_of_auto(model, use_vllm=False)
+    assert name == "transformers" and reason in str(notice) and "model.generate" in str(notice)
+    row = _why(GRPOConfig(output_dir=str(tmp_path), use_cpu=True), model, object())  # type: ignore[arg-type]
+    assert reason in row
 
 
 def test_vllms_options_are_said_to_be_unread_where_a_model_has_a_layout(build, caplog):

@@ -528,7 +528,7 @@ def test_a_taken_port_and_a_model_that_the_engine_does_not_know(server, tmp_path
     assert main(["rollout-serve", str(directory), "--port", str(server.port)]) == 1
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in capsys.readouterr().err
     assert main(["rollout-serve", str(directory), "--port", "0"]) == 1
-    assert "has no layout for the native engine" in capsys.readouterr().err
+    assert "cannot run this model: GPT2LMHeadModel has no layout" in capsys.readouterr().err
 
 
 def test_the_pages_commands_are_ones_that_are_taken(monkeypatch):

@@ -306,7 +306,7 @@ def engine_of_auto(
         generate_arguments: the arguments asked for that only `model.generate` knows, in words.
     """
     from colocate.engines.vllm.environment import installed_version
-    from colocate.weights.layouts import causal_lm, has_layout
+    from colocate.weights.layouts import why_no_layout
 
     if generate_arguments:
         return "transformers", (
@@ -314,11 +314,11 @@ def engine_of_auto(
             "samples from the policy, without beams): completions come from transformers' model.generate, "
             "which is slower and tells no log-probs."
         )
-    if has_layout(model):
+    if (reason := why_no_layout(model)) is None:
         return "native", None
     name = "vllm" if use_vllm and installed_version() is not None else "transformers"
     return name, (
-        f"{type(causal_lm(model)).__name__} has no layout for the native engine: completions come from "
+        f"The native engine cannot run this model: {reason}. Completions come from "
         + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
     )
 

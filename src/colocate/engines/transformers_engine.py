@@ -18,9 +18,9 @@ from colocate.engines.requests import derived_seed
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
+from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
 from colocate.weights.layouts import causal_lm
-from colocate.weights.context_length import longest_context
 
 
 class TransformersEngine(TurnEngine):

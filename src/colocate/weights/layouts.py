@@ -206,7 +206,15 @@ class _Found:
 
 def has_layout(model: nn.Module) -> bool:
     """Whether the native engine can run this model exactly."""
-    return prompt_learning_adapter(model) is None and not isinstance(_layout_or_reason(model), str)
+    return why_no_layout(model) is None
+
+
+def why_no_layout(model: nn.Module) -> str | None:
+    """Why the native engine cannot run this model exactly, in words; None: it can."""
+    if (reason := prompt_learning_adapter(model)) is not None:
+        return reason
+    layout = _layout_or_reason(model)
+    return layout if isinstance(layout, str) else None
 
 
 def layout_for(model: nn.Module) -> Layout:

@@ -18,7 +18,7 @@ from colocate.serving.rollout.app import RolloutApp
 from colocate.serving.rollout.engine_loop import EngineLoop
 from colocate.serving.rollout.weights import NativeWeights
 from colocate.serving.server import HttpServer, bound_socket
-from colocate.weights.layouts import has_layout
+from colocate.weights.layouts import why_no_layout
 from colocate.weights.weight_parts import empty_parts
 
 LIMITS = Limits(max_requests=2**12, max_connections=2**12, header_s=600.0, body_s=60.0, reader_s=60.0)
@@ -125,9 +125,9 @@ def model_of_any_weights(name: str, options: NativeOptions) -> Any:
         raise ValueError(f"--dtype={dtype!r} must be auto, {', '.join(DTYPES)}.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=trust)
-    if not has_layout(model):
+    if (reason := why_no_layout(model)) is not None:
         raise ValueError(
-            f"{type(model).__name__} has no layout for the native engine. Serve {name} with --engine vllm."
+            f"The native engine cannot run this model: {reason}. Serve {name} with --engine vllm."
         )
     empty_parts(model, config, device)
     return model.eval().requires_grad_(False)
