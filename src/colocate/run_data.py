@@ -17,6 +17,7 @@ from colocate.data.prompts import as_conversations
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.option_values import shown
 from colocate.run_config import RunConfig
+from colocate.weights.model_files import naming_damage
 
 TEST_SEED = 42
 """The seed that `test_split_size` draws rows with: every rank must draw the same."""
@@ -105,11 +106,12 @@ class RunData:
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         run = self.run
-        return AutoTokenizer.from_pretrained(
-            run.model_name_or_path,
-            revision=run.model_revision,
-            trust_remote_code=self.config.trust_remote_code,
-        )
+        with naming_damage(run.model_name_or_path, run.model_revision):
+            return AutoTokenizer.from_pretrained(
+                run.model_name_or_path,
+                revision=run.model_revision,
+                trust_remote_code=self.config.trust_remote_code,
+            )
 
     def _split(self, train: AnyDataset) -> tuple[TrainDataset, EvalDataset]:
         size = self.run.test_split_size

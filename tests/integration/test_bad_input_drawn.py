@@ -1,14 +1,7 @@
 """Bad inputs drawn anew: each ends in a clear error before any work, or means what TRL says it means.
 
 What an input may end in is decided by the tables here, which are TRL's and transformers' documentation in
-numbers, and never by asking colocate:
-
-- clear: a `ValueError` or `TypeError` with the name of what is wrong (and the value, the file or the line),
-  or on the command line one such message and exit code 1;
-- accepted: the value is legitimate, and the configuration has it as it was given;
-- raw: an error that does not say what to change, or a traceback;
-- wrong: accepted although it means nothing, or changed without a word;
-- hang: not decided after `LIMIT_S`.
+numbers, and never by asking colocate. `bad_cases.py` says what the outcomes are.
 """
 
 from __future__ import annotations
@@ -17,13 +10,11 @@ import functools
 import json
 import math
 import random
-import signal
 import sys
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +22,7 @@ import datasets
 import pytest
 import torch
 import trl
+from bad_cases import Case, judge
 from small_runs import make_config, make_dataset, make_model, make_tokenizer, share_of_early_letters
 from transformers import TrainerCallback
 
@@ -41,8 +33,6 @@ from colocate.option_names import ALIASES
 from colocate.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
-LIMIT_S = 100.0
-OUTCOMES = ("clear", "accepted", "raw", "wrong", "hang")
 
 # ── What numbers mean ────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,48 +143,6 @@ def is_legitimate(name: str, value: Any) -> bool:
     if abs(value) >= 2**63:  # more steps, tokens or seconds than anything has
         return False
     return name in UNREAD or (value == 0 if name in REFUSED else DOMAINS[name](value))
-
-
-# ── Outcomes ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Hang(BaseException):
-    pass
-
-
-@dataclass
-class Case:
-    kind: str
-    what: str
-    do: Callable[[], Any]
-    must_name: tuple[str, ...]
-    """What a clear error has in it: of each "a|b", one."""
-    accepts: Callable[[Any], bool] = lambda _: False
-    """Whether what `do` returns may be returned."""
-    must_fail: bool = False
-    """Nothing that it could return is right."""
-
-    def outcome(self) -> tuple[str, str]:
-        def expire(*_: Any) -> None:
-            raise Hang
-
-        before = signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-        try:
-            result = self.do()
-        except Hang:
-            return "hang", ""
-        except (ValueError, TypeError) as error:
-            named = all(any(part in str(error) for part in one.split("|")) for one in self.must_name)
-            return (
-                "clear" if named and len(str(error)) < 1500 else "raw"
-            ), f"{type(error).__name__}: {error}"
-        except Exception as error:
-            return "raw", f"{type(error).__name__}: {error}"
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-        return ("accepted" if not self.must_fail and self.accepts(result) else "wrong"), repr(result)[:200]
 
 
 def spellings(value: Any) -> str:
@@ -485,14 +433,6 @@ def argument_cases(directory: Path, trainer: type) -> Iterator[Case]:
 # ── The test ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def print_table(counts: dict[str, Counter], seed: int) -> None:
-    lines = [f"\nBad inputs, seed {seed}", f"{'':24}" + "".join(f"{name:>10}" for name in (*OUTCOMES, "all"))]
-    for kind, counter in counts.items():
-        row = [*(counter[name] for name in OUTCOMES), counter.total()]
-        lines.append(f"{kind:24}" + "".join(f"{number:10,}" for number in row))
-    print("\n".join(lines))
-
-
 def run_cases(seed: int, share: float, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     rng = random.Random(seed)
     trainer = GRPOTrainer
@@ -507,17 +447,7 @@ def run_cases(seed: int, share: float, tmp_path: Path, monkeypatch: Any, capsys:
     cases += yaml_cases(rng, tmp_path, command_line)
     cases += data_cases(rng, tmp_path, command_line)
     cases += argument_cases(tmp_path, trainer)
-    total, counts, found = Counter(), {}, []
-    for case in cases:
-        outcome, detail = case.outcome()
-        counts.setdefault(case.kind, Counter())[outcome] += 1
-        total[outcome] += 1
-        if outcome in ("raw", "wrong", "hang"):
-            found.append(f"{outcome}: {case.kind}: {case.what}: {detail[:300]}")
-    report = "\n".join(found)
-    with capsys.disabled():
-        print_table({**counts, "all": total}, seed)
-        print(report)
+    total, report = judge(cases, f"Bad inputs, seed {seed}", capsys)
     assert total.total() > 300
     assert total["wrong"] == total["hang"] == 0, report
     assert total["raw"] <= 15, report

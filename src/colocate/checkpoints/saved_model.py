@@ -75,8 +75,8 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
             )
         return SavedModel(name, place, **_options_of(directory))
     config = read_object(config_file)
-    found = base or str(config.get("base_model_name_or_path") or "")
-    if not found:
+    found = base or config.get("base_model_name_or_path")
+    if not found or not isinstance(found, str):
         raise ValueError(
             f"{name} is an adapter that does not say which model it is for: name it with --base."
         )

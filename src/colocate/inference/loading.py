@@ -23,9 +23,9 @@ from colocate.process_setup import set_up_process
 from colocate.reporting.panel import without_bars
 from colocate.run_engine import build_engine, context_length
 from colocate.types import SamplingParams
-from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
-from colocate.weights.file_reading import DamagedFile, read_object
+from colocate.weights.file_reading import DamagedFile
+from colocate.weights.model_files import adapters_are_whole, naming_damage
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
 
 _OF_TRAINING = (
@@ -110,7 +110,8 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
     own = saved.place if found_file(saved.place, "tokenizer_config.json") is not None else saved.base
     trust = config.trust_remote_code
     with _asking_for_trust(saved):
-        given = AutoTokenizer.from_pretrained(own, trust_remote_code=trust)
+        with naming_damage(own):
+            given = AutoTokenizer.from_pretrained(own, trust_remote_code=trust)
         tokenizer = load_tokenizer(model, given, trust_remote_code=trust)
     return LoadedModel(saved, model, tokenizer, config, accelerator)
 
@@ -154,11 +155,8 @@ def _with_adapter(model: Any, saved: SavedModel, is_any_base: bool) -> Any:
             f"{saved.name} is an adapter, which needs PEFT: pip install 'peft>=0.18'."
         ) from error
     assert saved.adapter is not None
-    config_file = found_file(saved.adapter, ADAPTER_CONFIG)
-    assert config_file is not None, "find_model has found it"
-    if read_object(config_file).get("peft_type") == "LORA":
-        _check_base(saved, is_any_base)
-    with warnings.catch_warnings():
+    _check_base(saved, is_any_base)
+    with naming_damage(saved.adapter), adapters_are_whole(saved.adapter), warnings.catch_warnings():
         # PEFT asks by a name that transformers has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return PeftModel.from_pretrained(model, saved.adapter)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -32,8 +30,9 @@ from colocate.policy.precision import asked_dtype, cast_to_bf16, check_not_float
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
+from colocate.weights.model_files import adapters_are_whole, check_complete, naming_damage
 from colocate.weights.part_loading import load_part
-from colocate.weights.weight_files import at, header_of, weight_files
+from colocate.weights.weight_files import at
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -193,14 +192,19 @@ def load_model(
             )
         return model
     kwargs["dtype"] = asked_dtype(kwargs, bf16=bf16)
-    try:
-        return _class_for(model, kwargs).from_pretrained(model, **kwargs)
-    except (SafetensorError, JSONDecodeError, RecursionError):
-        for path in weight_files(model, kwargs.get("revision"), is_local_only=True):
-            header_of(path)  # raises with the name of the damaged one
-        raise
-    except TypeError as error:  # raised by a model's constructor for an argument that it does not know
-        raise ValueError(f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
+    with naming_damage(model, kwargs.get("revision")), adapters_are_whole(model):
+        try:
+            loaded, report = _class_for(model, kwargs).from_pretrained(
+                model, output_loading_info=True, **kwargs
+            )
+        except TypeError as error:
+            if "keyword argument" not in str(error):
+                raise
+            raise ValueError(
+                f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}"
+            ) from error
+        check_complete(model, report)
+    return loaded
 
 
 def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
@@ -211,7 +215,8 @@ def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrained
         ValueError: the configuration is of no causal language model.
     """
     kwargs = dict(model_init_kwargs)
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **kwargs)
+    with naming_damage(name, kwargs.get("revision")):
+        config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **kwargs)
     with torch.device("meta"):
         return _class_for(name, {**kwargs, "config": config}).from_config(
             config, trust_remote_code=bool(kwargs.get("trust_remote_code"))
@@ -368,7 +373,8 @@ def load_tokenizer(
             raise ValueError(
                 "The model was not loaded from anywhere, so its tokenizer is unknown: pass processing_class."
             )
-        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with naming_damage(name):
+            processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     if isinstance(processing_class, ProcessorMixin):
         raise TypeError(
             f"processing_class is a {type(processing_class).__name__}, but only text can be trained on: "

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from colocate.data.prompts import is_conversational
 from colocate.encoding import is_continued, without_continuing
 from colocate.weights.context_length import longest_context
+from colocate.weights.model_files import check_complete, naming_damage
 
 # Sequences per forward pass: enough to fill the device, and the memory that it takes from the policy does not
 # grow with the generation batch.
@@ -41,7 +42,12 @@ class RewardModel:
     ) -> None:
         init_kwargs = dict(model_init_kwargs or {})
         if isinstance(model, str):
-            model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **init_kwargs)
+            with naming_damage(model, init_kwargs.get("revision")):
+                name = model
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    name, num_labels=1, output_loading_info=True, **init_kwargs
+                )
+                check_complete(name, report)
         assert isinstance(model, nn.Module)
         config: Any = model.config
         self.__name__ = config._name_or_path.rstrip("/").split("/")[-1] or type(model).__name__

@@ -137,18 +137,25 @@ def read_adapter(name: str) -> SavedAdapter:
     updates: dict[str, Update] = {}
     replacements: dict[str, Replacement] = {}
     stored = header_of(path)
+    if not stored:
+        raise DamagedFile(path, "adapter", "it holds no tensors")
     for key, tensor in stored.items():
         module, _, part = key.removeprefix(_PREFIX).partition(".lora_")
         if not part:
             replacements[module.replace(".base_layer.", ".")] = Replacement(key, tensor.shape)
         elif part == "A.weight":
             b_key = key.replace(".lora_A.", ".lora_B.")
-            if b_key not in stored or len(tensor.shape) != 2:
-                raise DamagedFile(path, "adapter", f"{key!r} of {tensor.shape} has no {b_key!r}")
+            _check_pair(path, key, tensor, b_key, stored.get(b_key))
+            rank, scaling = _rank_and_scaling(config_file, config, module)
+            if tensor.shape[0] != rank:
+                why = f"{key!r} of {tensor.shape} is of another rank than the {rank} in {CONFIG}"
+                raise DamagedFile(path, "adapter", why)
             shape = (stored[b_key].shape[0], tensor.shape[1])
-            updates[f"{module}.weight"] = Update(key, b_key, _scaling(config, module, tensor.shape[0]), shape)
+            updates[f"{module}.weight"] = Update(key, b_key, scaling, shape)
         elif part != "B.weight":
             raise ValueError(_beyond(name, f"it has the tensor {key!r}"))
+        elif (a_key := key.replace(".lora_B.", ".lora_A.")) not in stored:
+            raise DamagedFile(path, "adapter", f"{key!r} has no {a_key!r}")
     return SavedAdapter(
         name=name,
         path=path,
@@ -194,9 +201,29 @@ def _beyond(name: str, what: str) -> str:
     )
 
 
-def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+def _check_pair(path: Path, a_key: str, a: StoredTensor, b_key: str, b: StoredTensor | None) -> None:
+    """Raise DamagedFile unless two tensors are the factors [r, in] and [out, r] of an update."""
+    if b is None:
+        raise DamagedFile(path, "adapter", f"{a_key!r} has no {b_key!r}")
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        raise DamagedFile(
+            path, "adapter", f"{a_key!r} of {a.shape} and {b_key!r} of {b.shape} have no product"
+        )
+
+
+def _rank_and_scaling(config_file: Path, config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """The rank of a module's update and the factor that it is multiplied with, as PEFT reads them."""
     from peft.utils.other import get_pattern_key
 
-    patterns: dict[str, float] = config.get("alpha_pattern") or {}
-    alpha = float(patterns.get(get_pattern_key(list(patterns), module), config["lora_alpha"]))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    def of(name: str, patterns: str) -> Any:
+        given = config.get(patterns) or {}
+        if not isinstance(given, dict):
+            raise DamagedFile(config_file, "adapter's configuration", f"{patterns} is {given!r:.50}")
+        return given.get(get_pattern_key(list(given), module), config.get(name))
+
+    rank, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+    if type(rank) is not int or rank < 1:
+        raise DamagedFile(config_file, "adapter's configuration", f"a rank is {rank!r:.50}")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise DamagedFile(config_file, "adapter's configuration", f"a lora_alpha is {alpha!r:.50}")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

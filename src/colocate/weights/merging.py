@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from colocate.weights.adapter_files import SavedAdapter
 from colocate.weights.file_reading import open_weights, read_object
-from colocate.weights.weight_files import INDEX, found_file, header_of, weight_files, weight_map
+from colocate.weights.model_files import check_files
+from colocate.weights.weight_files import INDEX, found_file, header_of, weight_files
 
 CONFIGURATION = ("config.json", "generation_config.json")
 TOKENIZER = (
@@ -49,6 +50,7 @@ def merge_adapter(
             merged weight is not finite; the adapter changes one that the model has in two places.
         OSError: a file could not be written.
     """
+    check_files(base, revision)
     files = _all_files(base, revision, "which is what an adapter is merged into.")
     config = found_file(base, "config.json", revision)
     _check_config(adapter, base, {} if config is None else read_object(config))
@@ -70,6 +72,7 @@ def copy_model(name: str, directory: Path, *, revision: str | None = None) -> No
         ValueError: it has no safetensors files, or lacks one.
     """
     remedy = "which from_pretrained and save_pretrained of transformers write: load the model, and save it."
+    check_files(name, revision)
     files = _all_files(name, revision, remedy)
     for path in files:
         shutil.copyfile(path, directory / path.name)
@@ -99,13 +102,6 @@ def _all_files(name: str, revision: str | None, remedy: str) -> list[Path]:
     files = weight_files(name, revision)
     if not files:
         raise ValueError(f"{name!r} has no safetensors files, {remedy}")
-    if (index := found_file(name, INDEX, revision)) is not None:
-        named = set(weight_map(index).values())
-        if missing := sorted(named - {path.name for path in files}):
-            raise ValueError(
-                f"{name!r} lacks {len(missing)} of the {len(named)} files that its {INDEX} names, such as "
-                f"{missing[0]!r}. Was a download or a copy cut short? Get the model again."
-            )
     return files
 
 
