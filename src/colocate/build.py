@@ -394,7 +394,8 @@ def build_requests(
         requests.check_extremes(dataset)
     if args.process_index == 0:
         row = next(iter(train_dataset))
-        tell_first_prompt(row, *requests.tokenize([row]), tokenizer, args, reward_names)
+        (token_ids,) = requests.tokenize([row])
+        tell_first_prompt(row, token_ids, tokenizer, args, reward_names)
     return requests
 
 

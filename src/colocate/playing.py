@@ -47,7 +47,7 @@ class Playing:
     agent: Callable[..., Any] | None = None
     runners: list[AbstractContextManager[Any]] = field(default_factory=list)
     """What runs tools or agents for the players that were built."""
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
     """The arguments as they were passed, by name."""
 
     @property

@@ -14,6 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from colocate.checkpoints import changes, disk_space, model_card, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
+from colocate.config import GRPOConfig
 from colocate.data.loading import READERS
 from colocate.experience import ranks
 from colocate.experience.carry_over import CarryingPlayer
@@ -219,7 +220,7 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
     is_split = shards.is_in(directory)
     left_out = (shards.shapes(directory), partial(shards.load, directory)) if is_split else None
     run.policy.load_state_dict(policy_state, left_out)
-    spoilt = changed.concern_waiting_completions(marked(type(run.args), IN_COMPLETIONS))
+    spoilt = changed.concern_waiting_completions(marked(GRPOConfig, IN_COMPLETIONS))
     if spoilt:
         run.window.clear()
         if isinstance(run.player, CarryingPlayer):
