@@ -32,9 +32,9 @@ def test_what_all_ranks_refuse_is_said_by_the_first(said):
 
 
 def test_what_one_rank_refuses_is_said_by_it(said):
-    (code, first, first_seconds), (other_code, other, seconds) = (of_rank["second"] for of_rank in said)
+    (code, first, first_seconds), (other_code, other, _) = (of_rank["second"] for of_rank in said)
     assert code == other_code == 1
-    assert other.count(REFUSAL.format(3)) == 1 and seconds < meeting.APART_S, "the first rank had come"
+    assert other.count(REFUSAL.format(3)) == 1
     assert first_seconds < 60, "the first rank does not wait for ddp_timeout"
     assert f"rank 1 is missing. It has ended with the words: {REFUSAL.format(3)}" in first
 
