@@ -225,6 +225,8 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
         run.window.clear()
         if isinstance(run.player, CarryingPlayer):
             run.player.clear()
+    if isinstance(run.player, CarryingPlayer) and run.player.has_restored:
+        run.agreement.leave_out()
     if changed.changes and run.accelerator.is_main_process:
         # The main process has read one rank's; another number of ranks may have saved.
         waiting = snapshot.saved_by_ranks(directory, "window") if spoilt else ()

@@ -203,7 +203,7 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_goes_on_exactly_with_unfinished_completions(tmp_path, lag):
+def test_a_run_goes_on_exactly_with_unfinished_completions(tmp_path, lag, caplog):
     options = {**RAGGED, "max_policy_lag": lag, "train_dataset": sums(), "max_steps": 5}
     options |= {"save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(tmp_path / "whole", model=make_model(), **options)
@@ -211,6 +211,7 @@ def test_a_run_goes_on_exactly_with_unfinished_completions(tmp_path, lag):
     again = make_trainer(tmp_path / "again", model=make_model(), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_equal(final_weights(whole), final_weights(again))
+    assert "differ from the policy's" not in caplog.text, "as older weights have drawn what was unfinished"
 
 
 def test_what_was_begun_is_begun_anew_where_it_was_drawn_otherwise(tmp_path):

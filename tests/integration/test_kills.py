@@ -197,14 +197,14 @@ def test_a_run_that_is_killed_twelve_times_ends_as_one_that_is_not(kind, tmp_pat
     print(f"\n{kind}: {dict(killed.kills)}, partial checkpoints left: "
           f"{len(list(killed.directory.glob('partial-*')))}")  # fmt: skip
     assert not list(killed.directory.glob("partial-*"))
-    # Which sequences a server decodes together depends on when requests come, and roundings depend on that.
-    exact = server is None
+    # Which sequences are decoded together depends on when a server is asked and tools answer, and roundings
+    # depend on that.
+    exact = kind in ("carry-over", "refill", "two ranks")
     ours, theirs = killed.last_checkpoint(), whole.last_checkpoint()
     furthest = max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
     print(f"largest difference of a weight: {furthest:g}")
     assert furthest == 0.0 if exact else furthest < 2e-3
     records, expected = (read_metrics(run.directory) for run in (killed, whole))
     assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
-    if exact:
-        names = ("reward", "loss", "grad_norm", "num_tokens", "entropy")
-        assert [[r.get(n) for n in names] for r in records] == [[r.get(n) for n in names] for r in expected]
+    names = ("reward", "num_tokens", *(("loss", "grad_norm", "entropy") if exact else ()))
+    assert [[r.get(n) for n in names] for r in records] == [[r.get(n) for n in names] for r in expected]

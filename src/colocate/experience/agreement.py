@@ -61,6 +61,10 @@ class Agreement:
         self._is_8bit = is_8bit
         self._num_restarts_seen = -1
 
+    def leave_out(self) -> None:
+        """Compare nothing until the engine starts again: older weights have drawn a part of what comes."""
+        self._num_restarts_seen = self._engine.num_restarts
+
     def check(self, samples: Sequence[Sample]) -> None:
         """Warn if a rollout was not drawn from the policy. Only the first call (after a restart) costs time.
 

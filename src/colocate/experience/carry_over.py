@@ -106,6 +106,11 @@ class CarryingPlayer:
                 Begun(request, self._restored.popleft()) if is_begun else self._player.begin(request)
             )
 
+    @property
+    def has_restored(self) -> bool:
+        """Whether completions wait that were begun, by older weights, before the run was resumed."""
+        return bool(self._restored)
+
     def clear(self) -> None:
         """Forget what was restored: the prompts are begun anew."""
         self._restored.clear()
