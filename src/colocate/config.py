@@ -52,6 +52,7 @@ from colocate.requirements import (
     PORT,
     POSITIVE,
     SHARE,
+    TEMPERATURE,
     OneOf,
     Requirement,
     check_choice,
@@ -208,7 +209,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
     multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    temperature: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
+    temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
     """What the logits are divided by, both when completions are sampled and when they are trained on."""
     top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
     """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from

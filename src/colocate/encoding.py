@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 CONTINUE = "continue_final_message"
@@ -18,6 +18,27 @@ _SET_HERE = {
         "prompts are tokenized one by one, and max_prompt_length cuts them",
     ),
 }
+_CHARS_PER_TOKEN = 4
+_SEAM = 64
+"""Tokens by which a text's beginning, cut anywhere, may exceed those that the whole text has there."""
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than can be used."""
+
+
+def encoded_up_to(encode: Callable[[str], list[int]], text: str, most: int) -> list[int]:
+    """The token ids of a text, found without encoding much more of it than has `most` tokens.
+
+    Raises:
+        TooManyTokens: a beginning of the text has more. A text slightly longer than `most` is encoded whole.
+    """
+    length = _CHARS_PER_TOKEN * (most + _SEAM)
+    while length < len(text):
+        if len(encode(text[:length])) > most + _SEAM:
+            raise TooManyTokens(f"has more than {most} tokens")
+        length *= 4
+    return encode(text)
 
 
 def encoded(tokenizer: Any, text: str, what: str) -> list[int]:

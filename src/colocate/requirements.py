@@ -29,6 +29,12 @@ class Requirement(NamedTuple):
 
 AT_LEAST_ONE = Requirement("must be at least 1 and less than 2**31", lambda v: 1 <= v < 2**31)
 FEW = Requirement("must be at least 1 and at most 2**20", lambda v: 1 <= v <= 2**20)
+LEAST_TEMPERATURE = 1e-6
+"""Logits are divided by the temperature in float32: below this, large ones could become infinite."""
+TEMPERATURE = Requirement(
+    f"must be positive and at least {LEAST_TEMPERATURE:g}: logits are divided by it",
+    lambda v: v >= LEAST_TEMPERATURE,
+)
 POSITIVE = Requirement("must be positive", lambda v: v > 0)
 NOT_NEGATIVE = Requirement("must not be negative", lambda v: v >= 0)
 FRACTION = Requirement("must lie between 0 and 1", lambda v: 0 <= v <= 1)

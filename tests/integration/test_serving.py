@@ -460,6 +460,34 @@ def test_requests_that_are_sent_before_the_answers_are_answered_in_order(bounded
     assert told[2]["error"]["param"] == "max_tokens"
 
 
+def test_prompts_that_are_never_read_are_told_and_do_not_keep_others_from_being_read(monkeypatch):
+    """A chat template may not come to an end: others are read, until all readers are at such a one."""
+    limits = Limits(max_wait_s=60, num_readers=3, late_s=0.05)
+    end, body = threading.Event(), {"model": MODEL, "prompt": "ab", "max_tokens": 1}
+    with serving(NativeEngine(random_model()), limits=limits) as served:
+        context = served.texts.context
+
+        def stuck_at(call: Any, *arguments: Any) -> Any:
+            assert call.prompts[0] == "ab" or end.wait(100)
+            return context(call, *arguments)
+
+        monkeypatch.setattr(served.texts, "context", stuck_at)
+        asking = []
+        for _ in range(2):
+            asking.append(threading.Thread(target=served.ask, args=({**body, "prompt": "stuck"},)))
+            asking[-1].start()
+            assert [served.ask(body)[0] for _ in range(3)] == [200] * 3
+        assert health(served)[0] == 200
+        asking.append(threading.Thread(target=served.ask, args=({**body, "prompt": "stuck"},)))
+        asking[-1].start()
+        wait_until(lambda: health(served)[0] == 503)
+        assert "have not been read" in health(served)[1]["error"]["message"]
+        end.set()
+        wait_until(lambda: health(served)[0] == 200)
+        for thread in asking:
+            thread.join(60)
+
+
 def test_a_prompt_behind_one_that_takes_long_to_read_is_not_waited_for_for_ever(hurried, monkeypatch):
     is_read = threading.Event()
     with monkeypatch.context() as patch:

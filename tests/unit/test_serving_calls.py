@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colocate.config import GRPOConfig
+from colocate.engines.requests import check_requests
 from colocate.serving.calls import chat_call, completion_call, parsed
 from colocate.serving.refusal import Refusal
+from colocate.types import SamplingParams
 from serving_case import TOOL
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -106,6 +111,55 @@ def test_what_no_field_may_have_is_refused_by_name(body, param):
         parsed(body)
     assert caught.value.param == param
     json.dumps(caught.value.content, ensure_ascii=False).encode()  # the answer can be written
+
+
+def many(num: int, last: str = "") -> bytes:
+    return ("{" + ",".join(f'"{number:x}":0' for number in range(num)) + last + "}").encode()
+
+
+NAME = "n" * 2**20
+SLOW = {
+    "a key twice among many": (many(60_000, ',"zz":1,"zz":2'), many(60_000, ',"zz":1,"zy":2')),
+    "a long name above many texts": (
+        json.dumps({NAME: ["a"] * 20_000}).encode(), json.dumps({NAME: 0, "m": ["a"] * 20_000}).encode(),
+    ),
+}  # fmt: skip
+"""Bodies made to be slow, and ones of their size that are not."""
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_body_made_to_be_slow_takes_about_as_long_as_another(kind):
+    """In seconds of this thread alone: whatever else the machine does, a square is no constant."""
+
+    def seconds(body: bytes) -> float:
+        began_s = time.thread_time()
+        with suppress(Refusal):
+            parsed(body)
+        return time.thread_time() - began_s
+
+    slow, usual = SLOW[kind]
+    assert min(seconds(slow) for _ in range(2)) < 15 * max(seconds(usual) for _ in range(2))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1, "a": 2}', '{"a": Infinity}', '{"a": 1e999}'])
+def test_arguments_of_calls_are_read_as_strictly_as_bodies(arguments):
+    said = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    refused = refusal({**CHAT, "messages": [{"role": "assistant", "tool_calls": [said]}]})
+    assert refused.status == 400
+    with pytest.raises(Refusal):
+        parsed(f'{{"metadata": {arguments}}}'.encode())
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324, 1e-7])
+def test_a_temperature_that_makes_logits_infinite_is_refused_at_every_door(temperature):
+    assert refusal({**CHAT, "temperature": temperature}).param == "temperature"
+    with pytest.raises(ValueError, match="temperature"):
+        GRPOConfig(output_dir="unused", temperature=temperature)
+    for refused in (temperature, float("inf"), float("nan")):
+        sampling = SamplingParams(max_tokens=1, temperature=refused)
+        with pytest.raises(ValueError, match="temperature"):
+            check_requests([], sampling, max_len=9, max_len_reason="", vocab_size=9)
+    assert read({**CHAT, "temperature": 0}, is_chat=True).sampling == {"temperature": 0}
 
 
 def test_values_that_ask_for_nothing_are_taken():

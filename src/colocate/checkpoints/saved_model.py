@@ -73,7 +73,8 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
             raise ValueError(
                 f"There is no directory {name!r}, and no model of this name on the Hub or in its cache here."
             )
-        return SavedModel(name, place, **_options_of(directory))
+        options, code = _options_of(directory)
+        return SavedModel(name, place, options=options, code=code)
     config = read_object(config_file)
     found = base or config.get("base_model_name_or_path")
     if not found or not isinstance(found, str):
@@ -89,7 +90,7 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
             + ("" if _is_path(found) else ", and no model of this name on the Hub or in its cache here")
             + ". Name the model with --base, or start the command where the run was started."
         )
-    return SavedModel(name, found, place, revision, **_options_of(directory))
+    return SavedModel(name, found, place, revision, *_options_of(directory))
 
 
 def _is_path(name: str) -> bool:
@@ -118,9 +119,9 @@ def _directory_of(name: str) -> Path | None:
     )
 
 
-def _options_of(directory: Path | None) -> dict[str, dict[str, Any]]:
-    """The options of the run that a directory is, or of which it is a checkpoint, as `SavedModel` has them. A
-    run from Python has those that were set in its record."""
+def _options_of(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the run that a directory is, or of which it is a checkpoint: `SavedModel`'s `options`
+    and `code`. A run from Python has those that were set in its record."""
     options: dict[str, Any] = {}
     for place in _run_directories(directory):
         if (place / RUN_FILE).is_file():
@@ -132,7 +133,7 @@ def _options_of(directory: Path | None) -> dict[str, dict[str, Any]]:
             options = read_object(place / RECORD_FILE).get("options") or {}
             break
     code = {name: value for name, value in options.items() if name in _OF_CODE and value}
-    return {"options": {k: v for k, v in options.items() if k not in _OF_CODE}, "code": code}
+    return {name: value for name, value in options.items() if name not in _OF_CODE}, code
 
 
 def _run_directories(directory: Path | None) -> list[Path]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from colocate.requirements import LEAST_TEMPERATURE
 from colocate.types import Prompt, SamplingParams
 
 
@@ -36,6 +38,7 @@ def check_requests(
     """
     _check_sampling(sampling)
     for prompt in prompts:
+        _check_draws(prompt)
         length = len(prompt.token_ids)
         if length == 0:
             raise ValueError(
@@ -90,6 +93,13 @@ def unextendable(sequence: int) -> ValueError:
     )
 
 
+def _check_draws(prompt: Prompt) -> None:
+    """Raises ValueError if a draw's numbers are beyond 64 bits, with which engines compute."""
+    numbers = (prompt.key, *(number for number in prompt.samples[:: max(1, len(prompt.samples) - 1)]))
+    if not all(-(2**63) <= number < 2**63 for number in numbers):
+        raise ValueError(f"The key {prompt.key} or a sample of {prompt.samples} has more than 64 bits.")
+
+
 def _check_limits(prompt: Prompt, limits: Sequence[int], max_tokens: int) -> None:
     if len(limits) != len(prompt.samples):
         raise ValueError(
@@ -109,10 +119,15 @@ def _check_sampling(sampling: SamplingParams) -> None:
     checks = (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("repetition_penalty", sampling.repetition_penalty > 0, "positive"),
-        ("temperature", sampling.temperature >= 0, "0 (greedy) or positive"),
+        (
+            "temperature",
+            sampling.temperature == 0 or LEAST_TEMPERATURE <= sampling.temperature < math.inf,
+            f"0 (greedy), or at least {LEAST_TEMPERATURE:g} and finite",
+        ),
         ("top_k", sampling.top_k >= 0, "0 (keep all) or positive"),
         ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
         ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("stop_token_ids", all(-1 <= i < 2**31 for i in sampling.stop_token_ids), "token ids"),
     )
     for name, is_valid, rule in checks:
         if not is_valid:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from colocate.encoding import without_continuing
+from colocate.encoding import encoded_up_to, without_continuing
 from colocate.episodes.argument_types import with_typed_arguments
 from colocate.episodes.response_template import templated_message
 from colocate.episodes.tool_syntax import (
@@ -169,13 +169,18 @@ class Renderer:
         tools: Sequence[dict[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """The token ids of a conversation.
 
+        Args:
+            most: tokens that can be used; None: any number.
+
         Raises:
+            TooManyTokens: it has clearly more tokens than `most`.
             ValueError: the template refuses it.
         """
-        return self._ids(self._text(messages, tools, add_generation_prompt=add_generation_prompt))
+        return self._ids(self._text(messages, tools, add_generation_prompt=add_generation_prompt), most)
 
     def bridge(
         self,
@@ -184,6 +189,7 @@ class Renderer:
         tools: Sequence[dict[str, Any]] | None = None,
         *,
         last_id: int | None = None,
+        most: int | None = None,
     ) -> list[int] | None:
         """The tokens between a sampled assistant's turn and the next one.
 
@@ -191,10 +197,15 @@ class Renderer:
             messages: the conversation; the last message is the sampled turn, as `parse` has read it.
             new_messages: what was said since, by tools or the user.
             last_id: the last sampled token; None: the one by which the template ends a turn.
+            most: tokens that can be used; None: any number.
 
         Returns:
             What closes the sampled turn, the new messages and the next generation prompt. None: the template
             rewrites what came before, and the conversation must be rendered anew.
+
+        Raises:
+            TooManyTokens: the new messages have clearly more tokens than `most`.
+            ValueError: the template refuses the conversation.
         """
         are_tools = all(message["role"] == "tool" for message in new_messages)
         if not (are_tools and self._keeps_turns) and self._is_rewritten(messages, new_messages, tools):
@@ -211,7 +222,7 @@ class Renderer:
         sampled = self._sampled_end(end, whole[start:], last_id)
         if not whole.startswith(sampled, start):
             return None  # the template ends an earlier turn in another way than the last
-        return self._ids_from(whole, start + len(sampled))
+        return self._ids_from(whole, start + len(sampled), most)
 
     def parse(
         self,
@@ -350,12 +361,16 @@ class Renderer:
         except ValueError:
             return None
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def _ids(self, text: str, most: int | None = None) -> list[int]:
+        def encode(part: str) -> list[int]:
+            return list(self._tokenizer(part, add_special_tokens=False)["input_ids"])
 
-    def _ids_from(self, text: str, start: int) -> list[int]:
+        return encode(text) if most is None else encoded_up_to(encode, text, most)
+
+    def _ids_from(self, text: str, start: int, most: int | None) -> list[int]:
         """The tokens of `text[start:]`, in which a tokenizer that marks a text's beginning marks none."""
-        head, ids = self._ids(text[:start]), self._ids(text)
+        head = self._ids(text[:start])
+        ids = self._ids(text, None if most is None else len(head) + most)
         return ids[len(head) :] if ids[: len(head)] == head else self._ids(text[start:])
 
 

@@ -8,20 +8,22 @@ and the episode forks.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from colocate.engines.requests import turn_key
 from colocate.episodes.episode import Episode
 from colocate.episodes.renderer import Message
-from colocate.serving.calls import Call, ChatCall
-from colocate.serving.desk import Place, Turn, check_context, too_long
-from colocate.serving.refusal import Refusal
-from colocate.serving.texts import Texts
+from colocate.serving.calls import Call, ChatCall, prompt_field
+from colocate.serving.desk import Place, Turn, check_context
+from colocate.serving.refusal import Refusal, too_long
+from colocate.serving.texts import Texts, refusing_length
 from colocate.types import Completion, Prompt, SamplingParams
 
 _CHOICES_BITS = 16
@@ -82,7 +84,11 @@ class Session:
         """Conversations by their last nodes."""
         self._resting: dict[int, int] = {}
         """Sequences that rest, by the nodes that they ended with."""
-        self._lock = threading.Lock()  # requests are read by one thread and answered by another
+        self.max_len = drawing.context_length
+        self.reading: AbstractAsyncContextManager[Any] = asyncio.Lock()  # draws depend on the calls' order
+        # Requests are read by one thread and answered by another, which must not wait while long prompts are
+        # encoded: no such work is done under this lock.
+        self._lock = threading.Lock()
         self._is_over = False
 
     def close(self) -> None:
@@ -100,13 +106,22 @@ class Session:
         """
         self._check_draws(call)
         with self._lock:
-            if self._is_over:
-                raise Refusal(403, "This session is over: its episode has ended.", code="session_over")
-            start = self._start(call, number)
-            check_context(start.context, self._drawing.vocab_size)
+            self._check_open()
+            said = dict(self._said)
+        start = self._bridged(call, said) if isinstance(call, ChatCall) else None
+        context = self._texts.context(call, number, self.max_len) if start is None else start.context
+        check_context(context, self._drawing.vocab_size)
+        with self._lock:
+            self._check_open()
+            if start is None:
+                start = _Start(*self.episode.find_parent(context), context)
             limit = self._room(call, start)
             limit = limit if call.max_tokens is None else min(limit, call.max_tokens)
             return self._placed(call, start, limit)
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise Refusal(403, "This session is over: its episode has ended.", code="session_over")
 
     def _placed(self, call: Call, start: _Start, limit: int) -> Place:
         sampling, is_single = self._drawing.sampling, call.n == 1
@@ -158,19 +173,17 @@ class Session:
 
     # ── Where a call goes on ─────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, call: Call, number: int) -> _Start:
-        if isinstance(call, ChatCall) and (start := self._bridged(call)) is not None:
-            return start
-        context = self._texts.context(call, number)
-        return _Start(*self.episode.find_parent(context), context)
-
-    def _bridged(self, call: ChatCall) -> _Start | None:
+    def _bridged(self, call: ChatCall, known: Mapping[int, _Said]) -> _Start | None:
         """Behind the longest conversation with which the call's begins; None: there is none, or the chat
-        template rewrites it."""
+        template rewrites it.
+
+        Args:
+            known: the conversations that may go on, by their last nodes.
+        """
         self._texts.check_tools(call)
         essences, tools = tuple(_essence(message) for message in call.messages), _tools_of(call)
         best: tuple[int, int] | None = None
-        for node, said in self._said.items():
+        for node, said in known.items():
             length = len(said.messages)
             is_known = length < len(essences) and essences[:length] == said.messages and said.tools == tools
             if is_known and (best is None or length >= best[0]):
@@ -178,10 +191,13 @@ class Session:
         if best is None:
             return None
         length, node = best
-        messages = [*call.messages[: length - 1], self._said[node].parsed]
+        messages = [*call.messages[: length - 1], known[node].parsed]
         last_id = self.episode.nodes[node].sampled_ids[-1]
         try:
-            given = self._texts.renderer.bridge(messages, call.messages[length:], call.tools, last_id=last_id)
+            with refusing_length(call, self.max_len):
+                given = self._texts.renderer.bridge(
+                    messages, call.messages[length:], call.tools, last_id=last_id, most=self.max_len
+                )
         except ValueError as error:  # the template refuses the conversation
             raise Refusal(400, str(error), param="messages") from error
         if given is None:
@@ -213,7 +229,7 @@ class Session:
         num_after = len(start.context) - len(own)
         if num_after >= most:
             raise too_long(
-                call,
+                prompt_field(call),
                 f"The conversation has {num_after} tokens after a prompt of {len(own)}, and {max(0, most)} "
                 f"may follow it (max_completion_length={drawing.sampling.max_tokens}, context of "
                 f"{drawing.context_length}).",

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -28,6 +27,7 @@ from colocate.serving.driver import Begun, Drawn, Driver, Job, Update
 from colocate.serving.fields import Fields
 from colocate.serving.gate import Gate, KeyCheck
 from colocate.serving.limits import Limits
+from colocate.serving.readers import Readers
 from colocate.serving.refusal import Refusal, busy
 from colocate.serving.texts import Texts
 
@@ -69,7 +69,8 @@ class Service:
         self._created_s = int(time.time())
         self._num_requests = 0
         # Reading a long prompt takes a while, in which other answers go on.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="serving-reader")
+        num_readers = self.limits.num_readers if texts.are_read_in_parallel else 1
+        self._readers = Readers(num_readers, self.limits.late_s)
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
@@ -85,13 +86,15 @@ class Service:
         self.app = Gate(routed, check_key)
 
     def close(self) -> None:
-        """Let go of the thread that reads prompts."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        """Let go of the threads that read prompts."""
+        self._readers.close()
 
     # ── Routes ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _health(self, request: Request) -> Response:
         self._check_engine()
+        if delay_s := self._readers.delay_s:
+            raise busy(f"Prompts of requests have not been read for {delay_s:.0f} s.", RETRY_AFTER_S)
         return Response()
 
     async def _models(self, request: Request) -> Response:
@@ -120,7 +123,7 @@ class Service:
                 code="model_not_found",
             )
 
-    async def _answer(self, request: Request, read: Callable[[Fields], Call]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Fields, int], Call]) -> Response:
         self._check_engine()
         if self._num_requests >= self.limits.max_requests:
             raise Refusal(
@@ -148,21 +151,20 @@ class Service:
     def _end_request(self) -> None:
         self._num_requests -= 1
 
-    async def _turns(self, request: Request, read: Callable[[Fields], Call]) -> _Turns:
+    async def _turns(self, request: Request, read: Callable[[Fields, int], Call]) -> _Turns:
         """What a request asks for, its prompts read and placed."""
         body = await self._body(request)
         desk: Desk = request.scope["colocate.desk"]
 
         def place() -> tuple[Call, list[Place]]:
-            call = read(parsed(body))
+            call = read(parsed(body), desk.max_len)
             self._check_model(call.model)
             return call, [desk.place(call, number) for number in range(call.num_prompts)]
 
         try:
-            async with asyncio.timeout(
-                self.limits.max_wait_s
-            ):  # long prompts of others may be read before it
-                call, places = await asyncio.get_running_loop().run_in_executor(self._reader, place)
+            # Long prompts of others may be read before it.
+            async with asyncio.timeout(self.limits.max_wait_s), desk.reading:
+                call, places = await self._readers.read(place)
         except TimeoutError:
             why = f"The request's prompt was not read within {self.limits.max_wait_s:g} s."
             raise busy(why, RETRY_AFTER_S) from None

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from colocate.requirements import LEAST_TEMPERATURE
 from colocate.serving.fields import Fields, check_json
-from colocate.serving.refusal import Refusal
+from colocate.serving.refusal import Refusal, too_long
 
 Message = dict[str, Any]
 
@@ -82,26 +83,20 @@ class ChatCall(Call):
     """JSON schemas of the tools that the model may call."""
 
 
+def prompt_field(call: Call) -> str:
+    """The field of a request that its prompt stands in."""
+    return "messages" if isinstance(call, ChatCall) else "prompt"
+
+
 def parsed(body: bytes) -> Fields:
     """The fields of a body.
 
     Raises:
-        Refusal: it is no JSON object, has a key twice, is nested too deeply, or has what is no text.
+        Refusal: it is no JSON object, has a key twice, is nested too deeply, or has what is no text or no
+            number.
     """
-
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = ascii(next(name for name in names if names.count(name) > 1))[1:-1][:80]
-            raise Refusal(400, f"An object of the body has {twice} twice.", param=twice)
-        return found
-
     try:
-        content = json.loads(body, parse_constant=refuse, object_pairs_hook=unique)
+        content = _strict_json(body)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"The body is no JSON: {str(error)[:200]}.") from error
     if not isinstance(content, dict):
@@ -110,8 +105,34 @@ def parsed(body: bytes) -> Fields:
     return Fields(content)
 
 
-def completion_call(fields: Fields) -> CompletionCall:
+def _strict_json(text: str | bytes) -> Any:
+    """The value of a text in JSON, without what only Python's reader takes.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON.
+        Refusal: an object has a key twice.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names: set[str] = set()
+            twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+            shown = ascii(twice[:80])[1:-1][:80]
+            raise Refusal(400, f"An object of the body has {shown} twice.", param=shown)
+        return found
+
+    return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+
+
+def completion_call(fields: Fields, max_len: int = _MOST_TOKENS) -> CompletionCall:
     """The request in a body of /v1/completions.
+
+    Args:
+        max_len: tokens that a prompt and its completion may have together.
 
     Raises:
         Refusal: a field is missing, has a value that cannot be used, or is not supported.
@@ -119,7 +140,7 @@ def completion_call(fields: Fields) -> CompletionCall:
     logprobs = fields.any("logprobs")
     if logprobs is not None and (type(logprobs) is not int or logprobs != 0):
         raise fields.refusal("logprobs", logprobs, f"must be 0 or absent: {_OTHERS}")
-    prompts = _prompts(fields)
+    prompts = _prompts(fields, max_len)
     common = _common(fields, has_logprobs=logprobs is not None)
     fields.end()
     if (num_choices := len(prompts) * common["n"]) > MAX_CHOICES:
@@ -129,15 +150,18 @@ def completion_call(fields: Fields) -> CompletionCall:
     return CompletionCall(**{**common, "max_tokens": common["max_tokens"] or 16}, prompts=prompts)
 
 
-def chat_call(fields: Fields) -> ChatCall:
+def chat_call(fields: Fields, max_len: int = _MOST_TOKENS) -> ChatCall:
     """The request in a body of /v1/chat/completions.
+
+    Args:
+        max_len: tokens that a conversation may have, and so messages and tools.
 
     Raises:
         Refusal: a field is missing, has a value that cannot be used, or is not supported.
     """
     logprobs = fields.flag("logprobs")
-    messages = _messages(fields)
-    tools = _tools(fields)
+    messages = _messages(fields, max_len)
+    tools = _tools(fields, max_len)
     limit = fields.whole("max_completion_tokens", 1, _MOST_TOKENS)
     common = _common(fields, has_logprobs=bool(logprobs))
     fields.end()
@@ -154,7 +178,7 @@ def _common(fields: Fields, *, has_logprobs: bool) -> dict[str, Any]:
     for name in _UNREAD:
         fields.any(name)
     sampling = {
-        "temperature": fields.number("temperature", 0, 2),
+        "temperature": _temperature(fields),
         "top_p": fields.number("top_p", 0, 1),
         "top_k": fields.whole("top_k", -1, _MOST_TOKENS),
         "min_p": fields.number("min_p", 0, 1),
@@ -186,14 +210,25 @@ def _common(fields: Fields, *, has_logprobs: bool) -> dict[str, Any]:
     }
 
 
+def _temperature(fields: Fields) -> float | None:
+    value = fields.number("temperature", 0, 2)
+    if value is not None and 0 < value < LEAST_TEMPERATURE:
+        why = f"is too close to 0 to divide by: 0 is greedy, and else {LEAST_TEMPERATURE:g} is the least"
+        raise fields.refusal("temperature", value, why)
+    return value
+
+
 # ── Prompts and messages ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: Fields, max_len: int) -> tuple[str | tuple[int, ...], ...]:
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     prompt = fields.any("prompt")
     if prompt is None:
         raise fields.missing("prompt")
+    for ids in [prompt, *prompt] if isinstance(prompt, list) and len(prompt) <= MAX_CHOICES else [prompt]:
+        if isinstance(ids, list) and len(ids) > max(max_len, MAX_CHOICES):
+            raise too_long("prompt", f"The prompt has {len(ids)} tokens, and the context has {max_len}.")
     is_one = not isinstance(prompt, list) or (bool(prompt) and all(type(token) is int for token in prompt))
     prompts = [prompt] if is_one else prompt
     if not 1 <= len(prompts) <= MAX_CHOICES:
@@ -213,10 +248,13 @@ def _prompts(fields: Fields) -> tuple[str | tuple[int, ...], ...]:
     return tuple(read)
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
+def _messages(fields: Fields, max_len: int) -> tuple[Message, ...]:
     messages = fields.any("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.refusal("messages", messages, "must be a list of at least one message")
+    if len(messages) > max_len:
+        why = f"There are {len(messages)} messages, and the context has {max_len} tokens."
+        raise too_long("messages", why)
     return tuple(_message(message, f"messages[{number}].") for number, message in enumerate(messages))
 
 
@@ -268,7 +306,7 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
             (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (0, 0)
         )
         try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = _strict_json(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -281,11 +319,13 @@ def _calls(fields: Fields) -> list[dict[str, Any]]:
     return read
 
 
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+def _tools(fields: Fields, max_len: int) -> tuple[dict[str, Any], ...]:
     """The schemas of the tools; none if they may not be called."""
     tools, choice = fields.any("tools"), fields.any("tool_choice")
     if not isinstance(tools, list | None):
         raise fields.refusal("tools", tools, "must be a list")
+    if tools is not None and len(tools) > max_len:
+        raise too_long("tools", f"There are {len(tools)} tools, and the context has {max_len} tokens.")
     if choice not in (None, "auto", "none"):
         raise fields.refusal("tool_choice", choice, f"is not supported, 'auto' and 'none' are: {_FREELY}")
     read = tuple(_tool(tool, f"tools[{number}].") for number, tool in enumerate(tools or ()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from colocate.engines.requests import check_token_ids, derived_seed
 from colocate.episodes.renderer import Message
-from colocate.serving.calls import Call, ChatCall
-from colocate.serving.refusal import Refusal
+from colocate.serving.calls import Call, prompt_field
+from colocate.serving.refusal import Refusal, too_long
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
 
@@ -54,6 +55,11 @@ class Turn:
 class Desk(Protocol):
     """Where a caller's requests come to the engine."""
 
+    max_len: int
+    """Tokens that a prompt and its completion may have together."""
+    reading: AbstractAsyncContextManager[Any]
+    """Held while a call is read. A desk whose calls depend on their order has a lock here."""
+
     def place(self, call: Call, number: int) -> Place:
         """Where a call's turns are drawn.
 
@@ -83,18 +89,20 @@ class Visitors:
 
     def __init__(self, texts: Texts, *, max_len: int, vocab_size: int) -> None:
         self._texts = texts
-        self._max_len = max_len
+        self.max_len = max_len
+        self.reading: AbstractAsyncContextManager[Any] = nullcontext()
         self._vocab_size = vocab_size
 
     def place(self, call: Call, number: int) -> Place:
-        context = self._texts.context(call, number)
+        context = self._texts.context(call, number, self.max_len)
         check_context(context, self._vocab_size)
-        room = self._max_len - len(context)
+        room = self.max_len - len(context)
         limit = room if call.max_tokens is None else call.max_tokens
         if not 1 <= limit <= room:
             wanted = "" if call.max_tokens is None else f" and max_tokens={limit} make {len(context) + limit}"
             raise too_long(
-                call, f"The prompt's {len(context)} tokens{wanted}, and the context has {self._max_len}."
+                prompt_field(call),
+                f"The prompt's {len(context)} tokens{wanted}, and the context has {self.max_len}.",
             )
         seed = secrets.randbits(63) if call.seed is None else call.seed
         key = derived_seed(seed, number, num_bits=63)
@@ -104,7 +112,7 @@ class Visitors:
     def sampling(self, call: Call) -> SamplingParams:
         """How the tokens of a call are drawn."""
         stops = self._texts.stop_token_ids
-        most = min(self._max_len, 2**31 - 1)
+        most = min(self.max_len, 2**31 - 1)
         return SamplingParams(max_tokens=most, stop_token_ids=stops, seed=_SEED, **call.sampling)  # type: ignore[arg-type]
 
     def note(self, call: Call, place: Place, turn: Turn) -> None:
@@ -117,10 +125,3 @@ def check_context(context: tuple[int, ...], vocab_size: int) -> None:
         check_token_ids("The prompt has", context, vocab_size)
     except ValueError as error:
         raise Refusal(400, str(error), param="prompt") from error
-
-
-def too_long(call: Call, why: str) -> Refusal:
-    """The refusal of a prompt that leaves no room for what is asked."""
-    field = "messages" if isinstance(call, ChatCall) else "prompt"
-    why = f"{why} Shorten the {field} or lower max_tokens."
-    return Refusal(400, why, param=field, code="context_length_exceeded")

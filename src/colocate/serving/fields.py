@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from colocate.serving.refusal import Refusal
@@ -105,31 +107,60 @@ class Fields:
 
     def refusal(self, name: str, value: Any, why: str) -> Refusal:
         """The error for a value that cannot be used."""
-        shown = repr(value)
+        shown = repr(value[:_MAX_SHOWN] if isinstance(value, str | list) else value)
         shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
         return Refusal(400, f"{self._where}{name}={shown} {why}.", param=self._where + name)
 
 
-def check_json(value: Any, where: str = "", depth: int = MAX_DEPTH) -> None:
-    """Refuse text that cannot be written as UTF-8, and what is nested more deeply than `depth`.
+def check_json(value: Any, where: str = "") -> None:
+    """Refuse text that cannot be written as UTF-8, numbers beyond those of 64 bits, and what is nested more
+    deeply than `MAX_DEPTH`. Takes time in proportion to the value's size.
 
     Raises:
         Refusal: the value is or holds such; it stands at `where`.
     """
+    if (fault := _fault(value, MAX_DEPTH)) is None:
+        return
+    for step in reversed(fault.steps):
+        where += f"[{step}]" if isinstance(step, int) else f".{step:.80}" if where else f"{step:.80}"
+    if fault.is_depth:
+        raise Refusal(400, f"{where[:80]}… {fault.why}", param=where[:80])
+    where = where or "A field's name"
+    raise Refusal(400, f"{where} {fault.why}", param=where)
+
+
+@dataclass
+class _Fault:
+    """What is wrong with a value, and the steps to it, the last one first."""
+
+    why: str
+    is_depth: bool = False
+    steps: list[str | int] = field(default_factory=list)
+
+
+def _fault(value: Any, depth: int) -> _Fault | None:
+    """The first fault in a value. Paths are made of what has a fault alone: names may be long, and stand
+    above many values."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            why = f"has half a surrogate pair in {value[:40]!a}, which is no text"
-            raise Refusal(400, f"{where} {why}.", param=where) from None
-    elif isinstance(value, dict | list):
-        if depth == 0:
-            raise Refusal(400, f"{where[:80]}… is nested more than {MAX_DEPTH} deep.", param=where[:80])
-        if isinstance(value, dict):
-            for name in value:
-                check_json(name, where or "A field's name")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, inner in items:
-            if isinstance(inner, str | dict | list):
-                step = f"[{name}]" if isinstance(value, list) else f".{name}" if where else str(name)
-                check_json(inner, where + step, depth - 1)
+        return _fault_of_text(value)
+    if isinstance(value, float):
+        return None if math.isfinite(value) else _Fault("is a number beyond those of 64 bits.")
+    if depth == 0:
+        return _Fault(f"is nested more than {MAX_DEPTH} deep.", is_depth=True)
+    if isinstance(value, dict):
+        for name in value:
+            if (fault := _fault_of_text(name)) is not None:
+                return fault
+    for step, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inner, str | float | dict | list) and (fault := _fault(inner, depth - 1)) is not None:
+            fault.steps.append(step)
+            return fault
+    return None
+
+
+def _fault_of_text(text: str) -> _Fault | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _Fault(f"has half a surrogate pair in {text[:40]!a}, which is no text.")
+    return None

@@ -44,6 +44,12 @@ class Refusal(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
+def too_long(field: str, why: str) -> Refusal:
+    """The refusal of a prompt, in a field of the request, that leaves no room for what is asked."""
+    why = f"{why} Shorten the {field} or lower max_tokens."
+    return Refusal(400, why, param=field, code="context_length_exceeded")
+
+
 def busy(why: str, retry_after_s: int) -> Refusal:
     """The refusal of a request that would have had to wait too long."""
     return Refusal(503, why, code="engine_unavailable", retry_after_s=retry_after_s)

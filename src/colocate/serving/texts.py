@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from colocate.encoding import encoded
+from colocate.encoding import TooManyTokens, encoded, encoded_up_to
 from colocate.episodes.renderer import Message, Renderer
-from colocate.serving.calls import Call, ChatCall, CompletionCall
+from colocate.serving.calls import Call, ChatCall, CompletionCall, prompt_field
 from colocate.serving.message_stream import MessageStream
-from colocate.serving.refusal import Refusal
+from colocate.serving.refusal import Refusal, too_long
 from colocate.serving.text_stream import HALF_A_CHARACTER
 
 _NUM_OPENING = 32
@@ -49,6 +50,13 @@ class Texts:
             if self._renderer is None:
                 self._no_chat = f"{error} Or ask /v1/completions, which takes text as it is."
             self._no_tools = str(error)
+        with suppress(ValueError):  # it has no "a"
+            encoded(tokenizer, "a", "The text")  # sets truncation and padding, which no two threads may do
+
+    @property
+    def are_read_in_parallel(self) -> bool:
+        """Whether several threads may encode at the same time: tokenizers in Python may keep a state."""
+        return bool(self.tokenizer.is_fast)
 
     @property
     def renderer(self) -> Renderer:
@@ -61,28 +69,35 @@ class Texts:
             raise Refusal(400, self._no_chat, param="messages", code="no_chat_template")
         return self._renderer
 
-    def context(self, call: Call, number: int) -> tuple[int, ...]:
+    def context(self, call: Call, number: int, max_len: int) -> tuple[int, ...]:
         """The tokens of a request's prompt.
 
         Args:
             number: which of the request's prompts.
+            max_len: tokens that can be used; of a text with clearly more only a beginning is encoded.
 
         Raises:
-            Refusal: the prompt has no token, or characters that are none, or there is no chat template, or
-                none that carries tools, or one that refuses the conversation.
+            Refusal: the prompt has no token, far too many, or characters that are none, or there is no chat
+                template, or none that carries tools, or one that refuses the conversation.
         """
-        if isinstance(call, ChatCall):
-            return self._conversation(call)
-        assert isinstance(call, CompletionCall), "there are two kinds"
-        prompt = call.prompts[number]
-        ids = self._encoded(prompt) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise Refusal(400, "The prompt has no token to start from.", param="prompt")
-        return ids
+        with refusing_length(call, max_len):
+            if isinstance(call, ChatCall):
+                return self._conversation(call, max_len)
+            assert isinstance(call, CompletionCall), "there are two kinds"
+            prompt = call.prompts[number]
+            ids = self._encoded(prompt, max_len) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise Refusal(400, "The prompt has no token to start from.", param="prompt")
+            return ids
 
-    def _encoded(self, prompt: str) -> tuple[int, ...]:
+    def _encoded(self, prompt: str, max_len: int) -> tuple[int, ...]:
+        def encode(text: str) -> list[int]:
+            return encoded(self.tokenizer, text, "The prompt")
+
         try:
-            return tuple(encoded(self.tokenizer, prompt, "The prompt"))
+            return tuple(encoded_up_to(encode, prompt, max_len))
+        except TooManyTokens:
+            raise
         except ValueError as error:
             raise Refusal(400, str(error), param="prompt") from error
 
@@ -107,10 +122,12 @@ class Texts:
         opened = str(self.tokenizer.decode(list(context[-_NUM_OPENING:])))
         return MessageStream(self.renderer, call.tools, opened)
 
-    def _conversation(self, call: ChatCall) -> tuple[int, ...]:
+    def _conversation(self, call: ChatCall, max_len: int) -> tuple[int, ...]:
         self.check_tools(call)
         try:
-            return tuple(self.renderer.render(call.messages, call.tools))
+            return tuple(self.renderer.render(call.messages, call.tools, most=max_len))
+        except TooManyTokens:
+            raise
         except ValueError as error:
             raise Refusal(400, str(error), param="messages") from error
 
@@ -119,3 +136,13 @@ class Texts:
         has_tools = call.tools or any(message.get("tool_calls") for message in call.messages)
         if has_tools and self._no_tools:
             raise Refusal(400, self._no_tools, param="tools", code="unsupported_parameter")
+
+
+@contextmanager
+def refusing_length(call: Call, max_len: int) -> Iterator[None]:
+    """Refuse a request whose prompt `encoded_up_to` did not encode to its end."""
+    try:
+        yield
+    except TooManyTokens as error:
+        why = f"The prompt has more than {max_len} tokens, which the context has."
+        raise too_long(prompt_field(call), why) from error
