@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,6 +32,7 @@ from colocate.engines.rollout_server.client import (
     WorkerError,
     Workers,
 )
+from colocate.engines.rollout_server.shared_directory import SHARED_MEMORY, SharedDirectory
 from colocate.engines.rollout_server.weight_wire import (
     GROUP_TIMEOUT_S,
     PIECE_BYTES,
@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "ipc", "nccl", "file", "http"]
 
 _POLL_S = 0.2
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class PushInterrupted(RuntimeError):
@@ -92,14 +91,12 @@ class FileTransport(Transport):
     """Chunks as files in a directory that trainer and server share.
 
     Args:
-        parent: where to make the directory, which is deleted with this object or when the process ends.
+        parent: where to make the directory, a `SharedDirectory`.
     """
 
     def __init__(self, parent: str | None) -> None:
-        self._owner = tempfile.TemporaryDirectory(
-            prefix="colocate-weights-", dir=parent, ignore_cleanup_errors=True
-        )
-        self.directory = Path(self._owner.name)
+        self._owner = SharedDirectory(parent)
+        self.directory = self._owner.path
         self._num_files = 0
 
     def buffer(self, size_bytes: int) -> Tensor:
@@ -117,7 +114,7 @@ class FileTransport(Transport):
         self._path.unlink()
 
     def close(self) -> None:
-        self._owner.cleanup()
+        self._owner.close()
 
 
 class HttpTransport(Transport):
@@ -444,7 +441,7 @@ class WeightPusher:
 
     @property
     def _parent_directory(self) -> str:
-        return self.directory or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else tempfile.gettempdir())
+        return self.directory or (str(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else tempfile.gettempdir())
 
     def _file_transport(self, deadline: float) -> FileTransport | None:
         """The transport by files; None if the server does not see this machine's directory."""
