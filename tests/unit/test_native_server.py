@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import re
 import shlex
+import socket
 import threading
 import time
 import types
@@ -552,3 +554,86 @@ def test_the_pages_commands_are_ones_that_are_taken(monkeypatch):
 def test_the_pages_refusal_is_the_servers():
     text = (Path(__file__).parents[2] / "docs" / "rollout-servers.md").read_text()
     assert f"`{other_weights('run:3', 'run:4')}`" in text
+
+
+# ── Requests that no trainer sends ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draws": [2**64, 0, 0]}, {"draws": [0, 2**63, 0]}, {"draws": [0, 0, 2**63 - 1]},
+        {"draws": [0, 0, -1]},
+        {"stop_token_ids": [2**70]}, {"stop_token_ids": [-1]}, {"top_k": 2**40}, {"temperature": 10**400},
+        {"temperature": 1e-40}, {"temperature": 1e999}, {"top_p": float("nan")}, {"min_p": -(10**400)},
+        {"seed": 2**63}, {"max_tokens": 2**63}, {"n": 2**63}, {"repetition_penalty": 10**400},
+    ],
+)  # fmt: skip
+def test_numbers_beyond_the_engines_are_refused_and_end_no_request_of_others(
+    server, model, make_engine, pool, slow, fields
+):
+    name = published(make_engine(server, run_id="run"), model, 21)
+    client = Client(server, "run")
+    other = pool.submit(client.complete, cache_salt=name)
+    wait_until(lambda: server.loop.has_requests)
+    status, answer = client.complete(**fields)
+    slow.set()
+    assert status == 400, answer
+    assert other.result()[0] == 200
+
+
+def test_a_long_prompt_is_read_while_others_are_answered(server, monkeypatch):
+    """By another thread than that which answers: it looks at each of its tokens."""
+    threads: dict[int, set[str]] = {}
+    check = gate.check_token_ids
+
+    def noting(content: Any, vocab_size: int) -> None:
+        threads.setdefault(len(content["prompt"]), set()).add(threading.current_thread().name)
+        check(content, vocab_size)
+
+    monkeypatch.setattr(gate, "check_token_ids", noting)
+    client = Client(server)
+    for length in (5, 100_000):
+        assert client.ask("POST", "/v1/completions", {"prompt": [1] * length, "max_tokens": 2**40})[0] == 400
+    assert threads[5] == {"serving-http"} and "serving-http" not in threads[100_000]
+    assert client.ask("POST", "/v1/completions", b" " * (gate.MAX_PROMPT_BYTES + 1))[0] == 413
+
+
+def test_a_server_that_is_paused_is_not_busy(server, model, make_engine):
+    published(make_engine(server, run_id="run"), model, 22)
+    client = Client(server, "run")
+    assert client.ask("POST", "/pause")[0] == 200
+    for _ in range(3):
+        client.tell("state", {"id": "run"})
+        status, answer = client.ask("GET", "/is_paused")
+        assert (status, answer["is_paused"], answer["is_busy"]) == (200, True, False)
+    assert client.ask("POST", "/resume")[0] == 200
+
+
+def test_connections_of_strangers_take_nothing_from_a_trainer(model, monkeypatch):
+    """More than there may be, on which nothing comes: the oldest are closed for those that carry requests,
+    and all after the short time that strangers have."""
+    limits = dataclasses.replace(serve_module.LIMITS, max_connections=8, header_s=3.0)
+    monkeypatch.setattr(serve_module, "LIMITS", limits)
+    server = NativeServer(model)
+    client = Client(server)
+    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+    def version() -> int:
+        kept.request("GET", "/version", headers=client._headers)
+        answer = kept.getresponse()
+        answer.read()
+        return answer.status
+
+    assert version() == 200
+    own = kept.sock
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(30)]
+    assert version() == 200
+    assert [client.ask("GET", path)[0] for path in ("/version", "/health")] == [200, 200]
+    for connection in idle:
+        with contextlib.suppress(ConnectionError):
+            assert connection.recv(1) == b"", "it is closed"
+        connection.close()
+    assert version() == 200 and kept.sock is own, "the trainer's connection is the same one"
+    kept.close()
+    server.close()

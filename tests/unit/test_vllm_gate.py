@@ -106,6 +106,26 @@ BY_OWNERS = {
         400,
         "positive number",
     ),
+    "a call with one text": (
+        ("POST", "/collective_rpc", {}, {**CALL, "args": ["a"], "timeout": 5}),
+        400,
+        "two texts",
+    ),
+    "a call with numbers": (
+        ("POST", "/collective_rpc", {}, {**CALL, "args": [1, 2], "timeout": 5}),
+        400,
+        "two texts",
+    ),
+    "a name that begins like this machine's": (
+        ("GET", "/version", {"Host": f"{socket.gethostname().partition('.')[0]}.evil.example"}, None),
+        403,
+        "Host",
+    ),
+    "a name that begins like an address": (
+        ("GET", "/version", {"Host": "[::1].evil.example"}, None),
+        403,
+        "Host",
+    ),
     "a pause by nobody": (("POST", "/pause?mode=keep", {}, None), 403, "run that holds"),
 }
 
@@ -121,8 +141,14 @@ def test_the_key_opens_only_what_training_needs(fake, name):
 def test_what_people_ask_with_the_key(fake):
     port = port_of(fake)
     assert ask(port, "GET", "/version", BEARER, None)[0] == 200
-    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", socket.gethostname()):
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8000", socket.gethostname(), socket.getfqdn()):
         assert ask(port, "GET", "/version", {**BEARER, "Host": host}, None)[0] == 200
+
+
+def test_a_key_in_an_address_is_not_printed(fake, capsys):
+    assert ask(port_of(fake), "GET", f"/version?key={KEY}", {}, None)[0] == 401
+    printed = capsys.readouterr().err
+    assert "'GET /version?...' from" in printed and KEY not in printed
 
 
 def test_a_signature_is_good_for_one_request_alone(fake, monkeypatch):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -129,14 +130,19 @@ class Driver:
         self._current: _Batch | None = None
         self._since_s = 0.0
         """When the present batch has begun its turn."""
+        self._lock = threading.Lock()
+        self._num_asked = 0
+        """Requests in the inbox, where calls that wake the engine's thread may be, too."""
 
     @property
     def has_requests(self) -> bool:
         """Whether a request is being drawn, or waits for its turn. Any thread may ask."""
-        return bool(self._batches) or not self._inbox.empty()
+        return bool(self._batches) or self._num_asked > 0
 
     def ask(self, job: Job) -> None:
         """Let a request wait for the engine."""
+        with self._lock:
+            self._num_asked += 1
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job, choice: int | None = None) -> None:
@@ -146,7 +152,8 @@ class Driver:
 
     def wake(self) -> None:
         """Let `advance` return if it waits."""
-        self._inbox.put(_nothing)
+        if self._inbox.empty():  # else it does not wait; and a thread that is paused reads none of them
+            self._inbox.put(_nothing)
 
     def advance(self, wait_s: float = 0.0) -> None:
         """Take what was asked and cancelled, let the engine draw a little further, and hand that out.
@@ -215,6 +222,8 @@ class Driver:
 
     def _add(self, job: Job) -> None:
         self._batches.setdefault(job.sampling, _Batch()).waiting[job] = None
+        with self._lock:
+            self._num_asked -= 1
 
     def _drop(self, job: Job, choice: int | None) -> None:
         batch = self._batches.get(job.sampling)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from colocate.engines.rollout_server.gate import Refused, check_it_is_no_browser, headers_of
+from colocate.engines.rollout_server.gate import KNOWN, Refused, check_it_is_no_browser, headers_of
 from colocate.engines.rollout_server.key import ServerKey
 from colocate.serving.desk import Desk
 from colocate.serving.refusal import Refusal
@@ -33,6 +33,7 @@ class Gate:
             check_it_is_no_browser(dict(scope), headers)
             if (scope["method"], scope["path"]) != _OPEN:
                 scope["colocate.desk"] = self._desk(headers)
+                scope[KNOWN] = "authorization" in headers  # else anybody is served
         except Refused as refused:
             return await _refuse(Refusal(refused.status, str(refused)), scope, receive, send)
         except Refusal as refusal:

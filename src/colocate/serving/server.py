@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from colocate.engines.rollout_server.gate import KNOWN
 from colocate.serving.limits import Limits
 
 _START_S = 30.0
@@ -25,14 +27,23 @@ class BoundedProtocol(H11Protocol):
     """
 
     limits = Limits()
+    idle_strangers: dict[BoundedProtocol, None]
+    """Connections that have carried no request with the key, and carry none now; the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._reading: asyncio.TimerHandle | None = None
         self._asking: asyncio.TimerHandle | None = None
+        self._is_known = False
+        while self.idle_strangers and len(self.connections) >= self.limits.max_connections:
+            oldest = next(iter(self.idle_strangers))
+            del self.idle_strangers[oldest]
+            self.connections.discard(oldest)
+            oldest.transport.abort()
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.idle_strangers.pop(self, None)
         self._stop(self._asking)
         self._stop(self._reading)
         super().connection_lost(exc)
@@ -41,9 +52,11 @@ class BoundedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:  # a request has begun
+            self.idle_strangers.pop(self, None)
             self._stop(self._asking)
 
     def on_response_complete(self) -> None:
+        self._is_known = self._is_known or bool(self.cycle.scope.get(KNOWN))
         self._await_request()
         super().on_response_complete()
 
@@ -57,7 +70,10 @@ class BoundedProtocol(H11Protocol):
 
     def _await_request(self) -> None:
         self._stop(self._asking)
-        self._asking = self.loop.call_later(self.limits.header_s, self.transport.abort)
+        limit_s = self.limits.known_header_s if self._is_known else self.limits.header_s
+        self._asking = self.loop.call_later(limit_s, self.transport.abort)
+        if not self._is_known:
+            self.idle_strangers[self] = None
 
     @staticmethod
     def _stop(timer: asyncio.TimerHandle | None) -> None:
@@ -74,7 +90,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, listening: socket.socket, limits: Limits) -> None:
         self.port: int = listening.getsockname()[1]
-        protocol = type("Protocol", (BoundedProtocol,), {"limits": limits})
+        protocol = type("Protocol", (BoundedProtocol,), {"limits": limits, "idle_strangers": {}})
         config = uvicorn.Config(
             app,
             http=protocol,
@@ -86,6 +102,7 @@ class HttpServer:
             proxy_headers=False,  # no client can choose the address that is logged for it
             server_header=False,
             limit_concurrency=limits.max_connections,
+            timeout_keep_alive=math.ceil(max(limits.header_s, limits.known_header_s)),
             h11_max_incomplete_event_size=limits.max_header_bytes,
             timeout_graceful_shutdown=1,
         )

@@ -7,14 +7,16 @@ to all of them, so the workers keep it, and a gate asks them with a message as a
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import math
+import re
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from colocate.engines.rollout_server import lease
 from colocate.engines.rollout_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
@@ -23,14 +25,22 @@ from colocate.engines.rollout_server.messages import RUN_HEADER, WORKER_METHOD, 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+T = TypeVar("T")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**26
-"""Largest body of a request, more than a trainer ever sends: a prompt of a million tokens has 8 MB."""
+"""Largest body of a request, more than a trainer ever sends: a piece of weights has 23 MB."""
+MAX_PROMPT_BYTES = 2**24
+"""Largest body of a request for completions: a prompt of a million tokens has 8 MB."""
+_SMALL_BYTES = 2**17
+"""Bodies up to this are read by the event loop itself; larger ones would let all others wait."""
 
 CONTENT = "colocate.content"
 """Where a request's scope has the JSON object of its body, which the gate has parsed: of completions, and of
 messages to the workers."""
+
+KNOWN = "colocate.known"
+"""Set in a request's scope once it is found to carry the key, or to be signed with it."""
 
 _OPEN = {("GET", "/health")}  # answers with an empty body
 _FREE = {("GET", path) for path in ("/version", "/v1/models", "/metrics", "/load", "/is_paused")}
@@ -100,18 +110,21 @@ class Gate:
         if route in _OPEN:
             return None
         digest = self._check_key(scope, headers)
+        scope[KNOWN] = True
         if route not in _FREE | _GENERATING | _OF_THE_HOLDER | {_WORKERS}:
             raise Refused(403, "This is none of the routes that `colocate rollout-serve` offers.")
-        body = await read_body(receive, MAX_BODY_BYTES)
-        if digest is not None and hashlib.sha256(body).hexdigest() != digest:
+        most_bytes = min(MAX_BODY_BYTES, MAX_PROMPT_BYTES) if route in _GENERATING else MAX_BODY_BYTES
+        body = await read_body(receive, most_bytes)
+        if digest is not None and await _unless_small(body, _sha256, body) != digest:
             raise Refused(401, "The body is not the one that was signed.")
         if body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "A body must be application/json.")
         if route == _WORKERS:
-            scope[CONTENT] = _parsed(body)
+            scope[CONTENT] = await _unless_small(body, _parsed, body)
             _check_worker_call(scope[CONTENT])
         elif route in _GENERATING:
-            scope[CONTENT] = _parsed(body)
+            scope[CONTENT] = await _unless_small(body, _parsed, body)
+            await _unless_small(body, check_token_ids, scope[CONTENT], self._vocab_size(scope))
             await self._check_generation(scope, scope[CONTENT])
         elif route in _OF_THE_HOLDER:
             await self._check_holder(scope, headers)
@@ -129,8 +142,7 @@ class Gate:
         return digest
 
     async def _check_generation(self, scope: Scope, content: dict[str, Any]) -> None:
-        """Refuse a request for completions that would harm the engine, or that it must not answer."""
-        check_token_ids(content, self._vocab_size(scope))
+        """Refuse a request for completions that an engine must not answer, beside one that would harm it."""
 
     async def _check_holder(self, scope: Scope, headers: dict[str, str]) -> None:
         """Refuse a request of a run that does not hold the server; if nobody holds it, the run takes it."""
@@ -207,13 +219,24 @@ def check_it_is_no_browser(scope: Scope, headers: dict[str, str]) -> None:
     if "origin" in headers:
         raise Refused(403, "Requests of web pages (with an Origin) are not answered.")
     host = headers.get("host", "").lower()
-    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    bracketed = re.fullmatch(r"\[([^\]]*)\]?(:.*)?", host)
+    name = bracketed[1] if bracketed else host.partition(":")[0]
     # At a loopback address only a name of this machine is plausible: with any other, somebody has made
     # the name of a web site point to this machine.
     address = (scope.get("server") or ("",))[0] or ""
-    own_name = socket.gethostname().lower().partition(".")[0]
-    if is_loopback(address) and not is_loopback(name) and name.partition(".")[0] != own_name:
+    if is_loopback(address) and not is_loopback(name) and not _is_own_name(name):
         raise Refused(403, "The Host is not this machine.")
+
+
+def _is_own_name(name: str) -> bool:
+    """Whether a name is this machine's, whole: a web site may have one that begins like it."""
+    own = socket.gethostname().lower()
+    return name in (own, own.partition(".")[0]) or name == _full_name()
+
+
+@functools.cache
+def _full_name() -> str:
+    return socket.getfqdn().lower()
 
 
 def check_token_ids(content: Any, vocab_size: int) -> None:
@@ -250,6 +273,20 @@ def _check_worker_call(content: dict[str, Any]) -> None:
         raise Refused(400, "A call of the workers has a method, args and a timeout.")
     if not isinstance(timeout_s, int | float) or not math.isfinite(timeout_s) or timeout_s <= 0:
         raise Refused(400, "The timeout must be a positive number of seconds.")
+    args = content["args"]
+    if not isinstance(args, list) or [type(part) for part in args] != [str, str]:
+        raise Refused(400, "The args of a call of the workers are a message and its signature, two texts.")
+
+
+async def _unless_small(body: bytes, function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns; in another thread if the body is large."""
+    if len(body) <= _SMALL_BYTES:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
@@ -336,5 +373,6 @@ def _target(scope: Scope) -> str:
 def _described(scope: Scope) -> str:
     """A request and its sender, escaped so that it stays one line of the log whatever was sent."""
     host, port = scope.get("client") or ("unknown", 0)
-    what = f"{scope.get('method', scope['type'])} {_target(scope)}"
+    query = "?..." if scope.get("query_string") else ""  # it may have a key in it
+    what = f"{scope.get('method', scope['type'])} {_route(scope)[1]}{query}"
     return f"{what[:200]!a} from {host}:{port}"

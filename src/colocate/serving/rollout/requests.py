@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ _NUMBERS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty"
 """The fields of `SamplingParams` that are numbers, and what they are if a request does not say."""
 _MOST_MEMBERS = 4096
 """Completions of one request."""
+_MOST_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
     fields = _Fields(content)
     if (name := content.get("model", model)) != model:
         raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
-    if not (prompt := fields.integers("prompt")):
+    if not (prompt := fields.integers("prompt", 0, _MOST_TOKEN_ID)):
         raise Refused(400, "A prompt must be a list of at least one token id; text is for `colocate serve`.")
     count, limit = fields.integer("n", 1, most=_MOST_MEMBERS), fields.integer("max_tokens", 1)
     if len(prompt) + limit > max_len:
@@ -51,14 +53,14 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
             f"A prompt of {len(prompt)} tokens and max_tokens={limit} make {len(prompt) + limit}, and the "
             f"server's context is {max_len} (--max_model_len).",
         )
-    draws = fields.integers("draws") or [fields.integer("seed", 0, least=0), 0, 0]
-    if len(draws) != 3 or draws[2] < 0:
+    draws = fields.integers("draws", -(2**63), 2**63 - 1) or [fields.integer("seed", 0, least=0), 0, 0]
+    if len(draws) != 3 or not 0 <= draws[2] <= 2**63 - 1 - _MOST_MEMBERS:
         raise Refused(400, "draws must be a seed, a prompt's key, and the number of a group's member.")
     seed, key, first = draws
     sampling = SamplingParams(
         max_tokens=max_len,
-        top_k=fields.integer("top_k", 0, least=-1) if content.get("top_k") != -1 else 0,
-        stop_token_ids=tuple(fields.integers("stop_token_ids")),
+        top_k=fields.integer("top_k", 0, least=0, most=2**31 - 1) if content.get("top_k") != -1 else 0,
+        stop_token_ids=tuple(fields.integers("stop_token_ids", 0, _MOST_TOKEN_ID)),
         seed=seed,
         **{name: fields.number(name, default) for name, default in _NUMBERS.items()},
     )
@@ -114,20 +116,21 @@ class _Fields:
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._content = content
 
-    def integer(self, name: str, default: int, *, least: int = 1, most: int = 2**63) -> int:
+    def integer(self, name: str, default: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
         value = self._content.get(name, default)
         if type(value) is not int or not least <= value <= most:
             raise Refused(400, f"{name} must be a whole number from {least} to {most}, not {value!r:.50}.")
         return value
 
-    def integers(self, name: str) -> list[int]:
+    def integers(self, name: str, least: int, most: int) -> list[int]:
         value = self._content.get(name) or []
-        if not isinstance(value, list) or any(type(number) is not int for number in value):
-            raise Refused(400, f"{name} must be a list of whole numbers.")
+        is_list = isinstance(value, list) and all(type(number) is int for number in value)
+        if not is_list or (value and not least <= min(value) <= max(value) <= most):
+            raise Refused(400, f"{name} must be a list of whole numbers from {least} to {most}.")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self._content.get(name, default)
-        if type(value) not in (int, float):
-            raise Refused(400, f"{name} must be a number, not {value!r:.50}.")
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise Refused(400, f"{name} must be a number of 64 bits, not {value!r:.50}.")
         return float(value)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocate.checkpoints.stop_signals import stop_event
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.rollout_server.key import ServerKey, key_of_new_server, say_who_may_use_it
+from colocate.engines.rollout_server.shared_directory import SHARED_MEMORY, remove_abandoned
 from colocate.memory.garbage import lasting_objects_left_out
 from colocate.serving.limits import Limits
 from colocate.serving.rollout.app import RolloutApp
@@ -21,8 +22,9 @@ from colocate.serving.server import HttpServer, bound_socket
 from colocate.weights.layouts import why_no_layout
 from colocate.weights.weight_parts import empty_parts
 
-LIMITS = Limits(max_requests=2**12, max_connections=2**12, header_s=600.0, body_s=60.0, reader_s=60.0)
-"""A trainer keeps hundreds of connections, on which nothing comes for as long as a step takes."""
+LIMITS = Limits(max_requests=2**12, max_connections=2**12, known_header_s=600.0, body_s=60.0, reader_s=60.0)
+"""A trainer keeps hundreds of connections, on which nothing comes for as long as a step takes. A stranger's
+are closed as soon as those of other servers."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -90,6 +92,7 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     Raises:
         ValueError, OSError: see `RolloutServer`; or the port is taken, or the key cannot be used.
     """
+    remove_abandoned(SHARED_MEMORY)  # trainers that were killed may have left a chunk of weights each
     with bound_socket(host, port) as listening:  # before the model is made, which takes a while
         port = listening.getsockname()[1]
         key = key_of_new_server(port)
