@@ -212,7 +212,7 @@ def test_a_page_that_follows_a_run_keeps_what_is_seen(browser, tmp_path):
     with serve(LiveReport([tmp_path], lambda: write_report(tmp_path)), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = browser.new_page(viewport=DESKTOP)
-        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        page.goto(server.url)
         drag(page, "Reward.", 1 / 3, 2 / 3)
         page.get_by_label("Smoothing").select_option("0.8")
         expect(page.locator("#seen")).to_have_text("Steps 10 to 20 of 30, smoothed by EMA 0.8")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from test_reporting import charts_in, drawn_lines, parse_page, write_synthetic_r
 from colocate import cli
 from colocate.reporting import viewer
 from colocate.reporting.completions import CompletionTable, write_completions_parquet
-from colocate.reporting.live import LiveReport, serve
+from colocate.reporting.live import MAX_CONNECTIONS, LiveReport, ReportServer, serve
 from colocate.reporting.report import write_report
 from colocate.reporting.run import read_run
 
@@ -85,37 +87,58 @@ def live(tmp_path):
     run_dir.mkdir()
     with serve(LiveReport([run_dir], lambda: write_report(run_dir)), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield run_dir, server.server_address[1]
+        yield run_dir, server
         server.shutdown()
 
 
-def ask(port: int, path: str = "/", host: str = "127.0.0.1") -> tuple[int, str]:
+def ask(server: ReportServer, rest: str = "", host: str = "127.0.0.1", path: str = "") -> tuple[int, str]:
+    port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-    connection.request("GET", path, headers={"Host": f"{host}:{port}"})
+    connection.request("GET", path or server.path + rest, headers={"Host": f"{host}:{port}"})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
 
 
 def test_a_watched_page_follows_the_record(live):
-    run_dir, port = live
-    assert "Waiting for a step" in ask(port)[1]
-    before = ask(port, "/version")
+    run_dir, server = live
+    assert "Waiting for a step" in ask(server)[1]
+    before = ask(server, "version")
     write_synthetic_run(run_dir, num_steps=20)
-    assert ask(port, "/version") != before
-    status, page = ask(port)
+    assert ask(server, "version") != before
+    status, page = ask(server)
     assert status == 200 and "How it learned" in page and "location.reload" in page
     # The file itself, which may be mailed, asks nobody.
     assert "fetch(" not in (run_dir / "report.html").read_text()
 
 
-def test_a_watched_page_is_for_this_machine_alone(live):
-    _, port = live
-    assert ask(port, host="evil.example")[0] == 403
-    assert ask(port, "/metrics.jsonl")[0] == ask(port, "/../run.json")[0] == 404
+def test_a_watched_page_is_for_this_machine_and_whoever_has_its_address(live):
+    """The page has completions, and other users of the machine reach the port, too."""
+    run_dir, server = live
+    write_synthetic_run(run_dir, num_steps=20)
+    assert ask(server, host="evil.example")[0] == 403
+    assert ask(server, "metrics.jsonl")[0] == ask(server, "../run.json")[0] == 404
+    for path in ("/", "/version", "/metrics.jsonl", server.path[:-2] + "/", server.path.swapcase()):
+        status, text = ask(server, path=path)
+        assert status == 403 and "How it learned" not in text
+
+
+def test_connections_on_which_nothing_comes_are_closed_and_are_few(live, monkeypatch):
+    _, server = live
+    monkeypatch.setattr("colocate.reporting.live.LIMIT_S", 0.5)
+    before = threading.active_count()
+    idle = [socket.create_connection(server.server_address) for _ in range(MAX_CONNECTIONS + 20)]
+    for connection in idle:  # those beyond the number at once, the others after the time
+        connection.settimeout(100)
+        with suppress(ConnectionError):
+            assert connection.recv(1) == b""
+        connection.close()
+    assert threading.active_count() <= before + 2 * MAX_CONNECTIONS
+    assert ask(server)[0] == 200
 
 
 def test_a_port_in_use_is_named(live, capsys):
-    run_dir, port = live
+    run_dir, server = live
+    port = server.server_address[1]
     assert cli.main(["report", str(run_dir), "--watch", "--port", str(port)]) == 1
     assert f"Port {port} of 127.0.0.1 cannot be opened" in capsys.readouterr().err
 

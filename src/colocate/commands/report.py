@@ -56,7 +56,7 @@ def run(known: argparse.Namespace) -> int:
     from colocate.reporting.live import LiveReport, serve
 
     with serve(LiveReport(run_dirs, write), known.port) as server:
-        print(f"colocate report: http://127.0.0.1:{server.server_address[1]} until Ctrl-C", flush=True)
+        print(f"colocate report: {server.url} until Ctrl-C", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
