@@ -20,7 +20,7 @@ class Limits:
     header_s: float = 10.0
     """Seconds from a connection's beginning, or from the last answer, to the end of a request's headers."""
     known_header_s: float = 10.0
-    """The same on a connection that has carried a request with the key."""
+    """Seconds for that on a connection which has carried a request with the key."""
     body_s: float = 30.0
     """Seconds for a request's body."""
     reader_s: float = 30.0
