@@ -341,8 +341,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Turns at most after which the tools that a model calls are run; what it calls in the next one is not.
     None: no limit but `max_completion_length`, which bounds all tokens after a prompt."""
     tool_timeout_s: Annotated[float | None, _SECONDS] = None
-    """Seconds that a call of a tool may take; the model then reads an error instead of a result. None: no
-    limit. The trainer must be in the main thread, unless there are `tool_workers`."""
+    """Seconds that a call of a tool may take; the model then reads an error instead of a result. An
+    environment's `reset` and its construction may take as long. None: no limit. The trainer must be in the
+    main thread, unless there are `tool_workers`."""
     tool_workers: Annotated[int, _THREADS] = 0
     """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
     other, while the device generates."""

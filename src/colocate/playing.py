@@ -127,7 +127,9 @@ def playing_of(
     toolbox = Toolbox(tools or ())
     environments = None
     if environment_factory is not None:
-        environments = EnvironmentPool(environment_factory, tools or (), args.tool_workers)
+        environments = EnvironmentPool(
+            environment_factory, tools or (), args.tool_workers, args.tool_timeout_s
+        )
     given = dict(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func, agent=agent)
     if rollout_func is None:
         return Playing(toolbox, environments, None, agent, given=given)

@@ -1,16 +1,21 @@
 """Environments: pooled, replaced when they break, refused when they are none; their ends and rewards."""
 
 import asyncio
+import os
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colocate.episodes.content import MAX_CHARS
 from colocate.episodes.environments import EnvironmentPool
 from colocate.episodes.tool_runner import ToolResult
 from colocate.rewards.base import RewardFunctions
+from colocate.rewards.exits import EXIT_CODE
 
 
 def add(a: int, b: int) -> int:
@@ -193,6 +198,94 @@ def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
     assert Fragile.made == 4  # the second one, which was constructed twice, is in the pool
 
 
+@pytest.fixture
+def released():
+    """An event for what hangs, which the test's end sets."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_reset_that_takes_too_long_is_one_that_has_failed(num_workers, released, nothing_is_collected):
+    class Slow(Base):
+        made = 0
+
+        def __init__(self):
+            type(self).made += 1
+            self.is_slow = self.made == 1
+
+        def reset(self, seed, **row):
+            if self.is_slow or seed < 0:
+                released.wait(100)
+
+    pool = EnvironmentPool(Slow, num_workers=num_workers, timeout_s=0.3)
+    scenes = pool.begin([{"seed": 1}, {"seed": 2}])
+    assert not any(scene.environment.is_slow for scene in scenes)
+    for scene in scenes:
+        pool.end(scene)
+    with pytest.raises(RuntimeError, match=r"Slow.reset has raised TimeoutError.*tool_timeout_s=0.3 s"):
+        pool.begin([{"seed": -1}])
+    assert len(pool.begin([{"seed": 1}, {"seed": 2}])) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_factory_that_takes_too_long_is_named(num_workers, released, nothing_is_collected):
+    with pytest.raises(RuntimeError, match=r"environment_factory took longer than tool_timeout_s=0\.2 s"):
+        EnvironmentPool(lambda: released.wait(100), num_workers=num_workers, timeout_s=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("place", ["factory", "reset", "done", "turn_rewards"])
+def test_no_second_process_leaves_an_environment(num_workers, place, capfd):
+    status = []
+
+    def fork():
+        child = os.fork()
+        if child:
+            status.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return []
+
+    class Forking(Base):
+        def __init__(self):
+            if place == "factory":
+                fork()
+
+        def reset(self, **row):
+            if place == "reset":
+                fork()
+
+        done = property(lambda self: place == "done" and fork())
+        turn_rewards = property(lambda self: fork() if place == "turn_rewards" else [])
+
+    begin(EnvironmentPool(Forking, num_workers=num_workers), {}).is_over  # noqa: B018
+    assert set(status) == {EXIT_CODE}
+    assert "has forked" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_reset_returns_is_cleaned_and_bounded_as_results_of_tools_are(num_workers):
+    class Speaking(Base):
+        def reset(self, text, **row):
+            return text
+
+    pool = EnvironmentPool(Speaking, num_workers=num_workers)
+    prompt = [{"role": "user", "content": "a"}]
+    assert begin(pool, {"text": "\ud800é", "prompt": prompt}).prompt[0]["content"] == "a?é"
+    blocks = [{"type": "text", "text": "\udfff"}]
+    observed = begin(pool, {"text": blocks, "prompt": prompt}).prompt[0]["content"]
+    assert observed == [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
+    for long in ("a" * (MAX_CHARS + 1), [{"type": "text", "text": "a" * MAX_CHARS}]):
+        with pytest.raises(
+            ValueError, match=r"Speaking.reset has returned has 10000\d+ characters, more than"
+        ):
+            begin(pool, {"text": long})
+    image = [{"type": "image", "url": "a.png"}]
+    with pytest.raises(ValueError, match=r"Speaking\.reset has returned a block of the type 'image'"):
+        begin(pool, {"text": image})
+
+
 @pytest.mark.parametrize(
     ("done", "is_over"),
     [
@@ -247,6 +340,46 @@ def test_rewards_of_a_turn_are_what_its_tools_have_appended():
             scene.end_turn()
     rewards.clear()
     with pytest.raises(ValueError, match="had 7 rewards before this turn and has 0 after it"):
+        scene.end_turn()
+
+
+@pytest.mark.parametrize("make", [tuple, deque, np.array, torch.tensor])
+def test_rewards_of_a_turn_may_be_another_sequence_of_numbers(make):
+    scene = begin(EnvironmentPool(Game), {})
+    for rewards, turn in (([], 0.0), ([100.0], 100.0), ([100.0, 2.5, 1.0], 3.5)):
+        scene.environment.turn_rewards = make(rewards)
+        assert scene.end_turn() == turn
+
+
+@pytest.mark.parametrize("bad", ["1.0", 3.5, {0: 1.0}, {1.0}, np.array(1.0), lambda: [1.0]])
+def test_rewards_of_a_turn_that_are_no_list_are_refused(bad):
+    class Rewarding(Game):
+        def reset(self, bad_from_the_start=False, **row):
+            self.turn_rewards = bad if bad_from_the_start else []
+
+    pool, words = EnvironmentPool(Rewarding), "turn_rewards of Rewarding is .*but it is a list"
+    with pytest.raises(ValueError, match=words):
+        begin(pool, {"bad_from_the_start": True})
+    scene = begin(pool, {})
+    scene.environment.turn_rewards = bad
+    with pytest.raises(ValueError, match=words):
+        scene.end_turn()
+
+
+def test_a_property_that_raises_is_named():
+    class Raising(Base):
+        is_broken = False
+        done = property(lambda self: 1 / 0)
+
+        @property
+        def turn_rewards(self):
+            return 1 / 0 if self.is_broken else None
+
+    scene = begin(EnvironmentPool(Raising), {})
+    with pytest.raises(ValueError, match="The property done of Raising has raised ZeroDivisionError"):
+        scene.is_over  # noqa: B018
+    scene.environment.is_broken = True
+    with pytest.raises(ValueError, match="The property turn_rewards of Raising has raised ZeroDivisionError"):
         scene.end_turn()
 
 

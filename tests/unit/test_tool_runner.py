@@ -1,11 +1,13 @@
 """Whatever a tool does, its own message gets a result, and no other message waits for longer than it must."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,7 +247,10 @@ def test_async_tools_that_hang_block_or_swallow_cost_their_own_message_only(make
 
 
 def test_workers_that_hang_are_replaced(make):
-    before, is_over = set(threading.enumerate()), threading.Event()
+    def num_workers():
+        return sum(thread.name == "tool_workers" for thread in threading.enumerate())
+
+    before, is_over = num_workers(), threading.Event()
     runner = make(LIMIT_S, num_workers=2)
     for number in range(4):
         runner.start(f"hang {number}", [call(is_over.wait)])
@@ -256,7 +261,7 @@ def test_workers_that_hang_are_replaced(make):
     assert all(result.is_failure and result.is_left_running for result in hung)
     is_over.set()
     end = time.monotonic() + PATIENCE_S
-    while len(set(threading.enumerate()) - before) > 2:  # those that hung end, and two are left
+    while num_workers() - before > 2:  # those that hung end, and two are left
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -480,16 +485,58 @@ def hold_the_interpreter():
     return sum(range(10**13))
 
 
-def test_a_tool_that_nothing_interrupts_ends_the_process_and_names_itself(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE)
+def test_a_tool_that_nothing_interrupts_ends_the_process_and_names_itself(
+    monkeypatch, tmp_path, num_workers, wrap
+):
     monkeypatch.setattr(time_limit, "GRACE_S", 0.5)
     child = os.fork()
     if child == 0:
         try:
             signal.setitimer(signal.ITIMER_REAL, 120)  # of a test that fails
             os.dup2(os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY), 2)
-            run(ToolRunner(LIMIT_S), [call(hold_the_interpreter)])
+            run(ToolRunner(LIMIT_S, num_workers), [call(wrap(hold_the_interpreter))])
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 1
     assert "in hold_the_interpreter" in (tmp_path / "stderr").read_text()
+
+
+def test_tools_that_only_wait_may_wait_longer_than_the_last_resort(monkeypatch):
+    """In threads that can be given up: only what stops all threads ends the process."""
+    monkeypatch.setattr(time_limit, "GRACE_S", 0.2)
+    is_over = threading.Event()
+    with ToolRunner(0.2, 2) as runner:
+        [result] = run(runner, [call(is_over.wait)])
+        assert result.is_left_running
+        assert not is_over.wait(1.5)  # the process is still here
+        [result] = run(runner, [call(returns("a"))])
+        is_over.set()
+    assert result.content == "a"
+
+
+LOOP: list = []
+LOOP.append(LOOP)
+
+
+@pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE)
+def test_a_list_that_json_cannot_write_is_text(make, num_workers, wrap):
+    values = [[{"a": {1}}], [object], [{("a", 1): 2}], LOOP, [np.int64(3)], [{"a": [1.5, None, "b"]}]]
+    results = run(make(num_workers=num_workers), [call(wrap(returns(value))) for value in values])
+    assert contents(results) == [*map(str, values[:-1]), values[-1]]
+    json.dumps(contents(results))
+    assert not any(result.is_failure for result in results)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+@pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE)
+def test_a_block_that_is_no_text_ends_the_run_by_the_tools_name(make, num_workers, wrap, kind):
+    def look():
+        return [{"type": "text", "text": "here:"}, {"type": kind, kind: object()}]
+
+    with pytest.raises(ValueError, match=f"The tool 'look' has returned a block of the type '{kind}'"):
+        run(make(num_workers=num_workers), [ToolCall(wrap(look), "look", {})])
+    rows = [{"type": kind, "title": "a film", "price": 3}, {"type": "image"}]  # rows of a table
+    [result] = run(make(num_workers=num_workers), [call(wrap(returns(rows)))])
+    assert result.content == rows

@@ -24,16 +24,19 @@ import heapq
 import inspect
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from colocate.episodes.content import check_no_media, readable
+from colocate.episodes.limited_calls import LimitedCalls
 from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
 from colocate.option_values import shown
 from colocate.rewards.arguments import own_copy
+from colocate.rewards.forks import ended_forks
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class Scene:
         To be asked when the tools of a turn have answered. TRL does not ask: there the model goes on until it
         calls no tool, and environments raise when they are called after their end.
         """
-        done = getattr(self.environment, "done", False)
+        done = _asked(self.environment, "done", False)
         return isinstance(done, bool | np.bool_) and bool(done)
 
     def end_turn(self, results: Sequence[ToolResult] = ()) -> float | None:
@@ -86,11 +89,11 @@ class Scene:
 
         Returns:
             The turn's reward: the sum of what was appended to the environment's list `turn_rewards` since the
-            turn before. None if it has no such list. It comes on top of the episode's rewards, `get_reward`
-            among them: what is in one must not be in the other.
+            turn before. None if it has no such attribute, or that is None. It comes on top of the episode's
+            rewards, `get_reward` among them: what is in one must not be in the other.
 
         Raises:
-            ValueError: what was appended is not finite numbers, or the list has become shorter.
+            ValueError: there is something else than a list of finite numbers, or it has become shorter.
         """
         self.is_lost = self.is_lost or any(result.is_left_running for result in results)
         rewards = _turn_rewards(self.environment)
@@ -126,6 +129,7 @@ class EnvironmentPool:
             which each row names one in its column `environment`.
         tools: tools that every episode has besides.
         num_workers: threads for the `reset` of environments that begin together; 0: the main thread.
+        timeout_s: seconds that a `reset` or a factory may take; None: no limit.
 
     Attributes:
         toolboxes: the tools by the environment's name.
@@ -142,8 +146,9 @@ class EnvironmentPool:
         factories: Factory | Mapping[str, Factory],
         tools: Sequence[Tool] = (),
         num_workers: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
-        self._num_workers = num_workers
+        self._calls = LimitedCalls(timeout_s, num_workers)
         self._factories: dict[str | None, Factory]
         if isinstance(factories, Mapping):
             self._factories = {name: factory for name, factory in factories.items()}
@@ -166,12 +171,13 @@ class EnvironmentPool:
         """Reset a free environment for an episode of each row; where there is none, one more is constructed.
 
         `reset` gets the whole row, `prompt` included, but not the name of the environment if it was chosen by
-        that. If it raises, the environment is thrown away, a new one is constructed and reset once. (TRL lets
-        the first error end the run.)
+        that. If it raises or takes too long, the environment is thrown away, a new one is constructed and
+        reset once. (TRL lets the first error end the run.)
 
         Raises:
             ValueError: the row names no environment of the pool, `reset` has returned something else than
-                None, text or a list of content blocks, or the prompt has no message to take it.
+                None, text or a list of content blocks, or too much of it, or the prompt has no message to
+                take it.
             RuntimeError: `reset` has failed twice.
         """
         taken: list[tuple[str | None, int]] = []
@@ -179,10 +185,9 @@ class EnvironmentPool:
             for row in rows:
                 name = self._name(row)
                 taken.append((name, self._take(name)))
-            if self._num_workers == 0:
-                return [self._open(place, row) for place, row in zip(taken, rows, strict=True)]
-            with ThreadPoolExecutor(self._num_workers, thread_name_prefix="reset") as threads:
-                return list(threads.map(self._open, taken, rows))
+            own = [{k: v for k, v in row.items() if self._is_one or k != "environment"} for row in rows]
+            observations = self._reset_all(taken, own)
+            return [self._scene(*opened) for opened in zip(taken, own, observations, strict=True)]
         except BaseException:
             for name, number in taken:
                 heapq.heappush(self._free[name], number)
@@ -224,10 +229,8 @@ class EnvironmentPool:
             instances.append(instance)
         return number
 
-    def _open(self, place: tuple[str | None, int], row: Mapping[str, Any]) -> Scene:
+    def _scene(self, place: tuple[str | None, int], row: Mapping[str, Any], observation: Any) -> Scene:
         name, number = place
-        row = {key: value for key, value in row.items() if self._is_one or key != "environment"}
-        observation = self._reset(name, number, row)
         instance = self._instances[name][number]
         prompt = _observed(type(instance).__name__, row.get("prompt", EMPTY_PROMPT), observation)
         methods = {method.__name__: method for method in _methods(instance).values()}
@@ -250,9 +253,9 @@ class EnvironmentPool:
                 f"{_option(name)} is {factory!r:.100}, which cannot be called. Pass a class, or a function "
                 "without arguments that constructs an environment: lambda: Game(size=4)."
             )
-        try:
-            instance = factory()
-        except (Exception, SystemExit) as error:
+        made = self._calls.one(_option(name), factory)
+        instance, error = made.value, made.error
+        if error is not None:
             raise RuntimeError(
                 f"{_option(name)} is {factory!r:.100}, which has raised {type(error).__name__} where it was "
                 f"to construct an environment: {error}\nIt is called without arguments; bind those that it "
@@ -270,26 +273,39 @@ class EnvironmentPool:
             )
         return instance
 
-    def _reset(self, name: str | None, number: int, row: Mapping[str, Any]) -> Any:
-        instances = self._instances[name]
-        try:
-            return instances[number].reset(**own_copy(row))
-        except (Exception, SystemExit) as error:
+    def _reset_all(self, places: Sequence[tuple[str | None, int]], rows: Sequence[Any]) -> list[Any]:
+        """What `reset` has returned for each row, in its environment or else in a new one."""
+        outcomes = self._calls.all([self._reset_of(*pair) for pair in zip(places, rows, strict=True)])
+        failed = [n for n, outcome in enumerate(outcomes) if outcome.error is not None]
+        for n in failed:
+            name, number = places[n]
+            kind, error = type(self._instances[name][number]).__name__, outcomes[n].error
             logger.warning(
                 "%s.reset has raised %s: %s. It is thrown away, and a new one is reset.",
-                type(instances[number]).__name__,
+                kind,
                 type(error).__name__,
                 error,
             )
-        instances[number] = self._new(name)
-        try:
-            return instances[number].reset(**own_copy(row))
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(
-                f"{type(instances[number]).__name__}.reset has raised {type(error).__name__}: {error}\n"
-                "So it did in the environment before this new one, for the row with the columns "
-                f"{', '.join(map(repr, row))}."
-            ) from error
+            self._instances[name][number] = self._new(name)
+        again = self._calls.all([self._reset_of(places[n], rows[n]) for n in failed])
+        for n, outcome in zip(failed, again, strict=True):
+            if (error := outcome.error) is not None:
+                name, number = places[n]
+                raise RuntimeError(
+                    f"{type(self._instances[name][number]).__name__}.reset has raised "
+                    f"{type(error).__name__}: {error}\nSo it did in the environment before this new one, for "
+                    f"the row with the columns {', '.join(map(repr, rows[n]))}."
+                ) from error
+            outcomes[n] = outcome
+        return [outcome.value for outcome in outcomes]
+
+    def _reset_of(
+        self, place: tuple[str | None, int], row: Mapping[str, Any]
+    ) -> tuple[str, Callable[[], Any]]:
+        """A call of `reset`, with its name."""
+        name, number = place
+        environment = self._instances[name][number]
+        return f"{type(environment).__name__}.reset", lambda: environment.reset(**own_copy(row))
 
 
 def _option(name: str | None) -> str:
@@ -324,6 +340,8 @@ def _observed(kind: str, prompt: Any, observation: Any) -> Any:
             f"{kind}.reset has returned an observation, which goes to the prompt's last message, but the "
             f"prompt is {shown(prompt)}. Give a list of messages, or let reset return None."
         )
+    check_no_media(observation, f"{kind}.reset")
+    observation = readable(observation, f"The text that {kind}.reset has returned")
     content = prompt[-1]["content"]
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -333,8 +351,40 @@ def _observed(kind: str, prompt: Any, observation: Any) -> Any:
 
 
 def _turn_rewards(environment: Any) -> list[Any] | None:
-    rewards = getattr(environment, "turn_rewards", None)
-    return rewards if isinstance(rewards, list) else None
+    """A list of an environment's `turn_rewards`; None: it has none.
+
+    Raises:
+        ValueError: they are no list of numbers, such as text.
+    """
+    rewards = _asked(environment, "turn_rewards", None)
+    if rewards is None or isinstance(rewards, list):
+        return rewards
+    if isinstance(rewards, tuple | deque):
+        return list(rewards)
+    if getattr(rewards, "ndim", None) == 1:  # an array, or a tensor
+        return rewards.tolist()
+    raise ValueError(
+        f"turn_rewards of {type(environment).__name__} is {shown(rewards)} ({type(rewards).__name__}), but "
+        "it is a list to which each turn's rewards are appended. Let reset begin with `self.turn_rewards = "
+        "[]`, or call the attribute something else."
+    )
+
+
+def _asked(environment: Any, attribute: str, default: Any) -> Any:
+    """An attribute of an environment, which may be a property.
+
+    Raises:
+        ValueError: the property has raised something.
+    """
+    kind = type(environment).__name__
+    try:
+        with ended_forks(f"The property {attribute} of {kind}"):
+            return getattr(environment, attribute, default)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"The property {attribute} of {kind} has raised {type(error).__name__}: {error}\nIt is read "
+            "after each turn, and must always have a value."
+        ) from error
 
 
 def _reward_function(kind: Any) -> Callable[..., Any]:

@@ -8,10 +8,11 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colocate.episodes.content import MAX_CHARS, MediaError, content_of, encodable
 from colocate.episodes.tool_loop import Task, ToolLoop
 from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.episodes.tools import ToolCall
@@ -19,9 +20,6 @@ from colocate.rewards.arguments import own_copy
 from colocate.rewards.errors import RewardTimeout
 from colocate.rewards.forks import ended_forks
 from colocate.rewards.time_limit import TimeLimit
-
-MAX_RESULT_CHARS = 1_000_000
-"""A result that is longer is an error: no model reads it, but its tokens would have to be counted."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,10 @@ class ToolRunner:
       function is (`TimeLimit`). A tool that neither this nor its repetitions end, because it is in C code
       that never looks for signals, ends the process some seconds later: the engine could not go on;
     - a sync tool in a worker's thread cannot be interrupted: it is left to itself, and another thread takes
-      its thread's place.
+      its thread's place. If it keeps all threads from running, the process ends, too.
 
-    Whatever a tool raises is such an error, `SystemExit` too; only `KeyboardInterrupt` is passed on. Tools
+    Whatever a tool raises is such an error, `SystemExit` too; only `KeyboardInterrupt` is passed on, and that
+    a tool has returned an image (`MediaError`). Tools
     get copies of their arguments, and lists that they return are copied: what they do with them later changes
     no message.
 
@@ -95,7 +94,7 @@ class ToolRunner:
         self,
         timeout_s: float | None = None,
         num_workers: int = 0,
-        max_result_chars: int = MAX_RESULT_CHARS,
+        max_result_chars: int = MAX_CHARS,
     ) -> None:
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
@@ -105,6 +104,9 @@ class ToolRunner:
         self._workers = ToolWorkers(num_workers, self._changed.set) if num_workers else None
         self._batches: dict[Hashable, _Batch] = {}
         self._queue: deque[Hashable] = deque()  # keys of batches with a sync call for the main thread
+        self._watch = self._limit.interpreter_watch()
+        self._left: list[Job] = []
+        """Jobs that were given up and may still run."""
         self._num_users = 0
 
     @property
@@ -159,6 +161,7 @@ class ToolRunner:
         finally:
             self._limit.disarm_last_resort()
         self._collect()
+        self._stop_watching_if_idle()
         finished: dict[Hashable, list[ToolResult]] = {}
         for key, batch in self._batches.items():
             results = [result for result in batch.results if result is not None]
@@ -213,6 +216,7 @@ class ToolRunner:
             self.cancel(key)
         if self._workers is not None:
             self._workers.close()
+        self._watch.stop()
 
     # --- beginning -----------------------------------------------------------------------------------------
 
@@ -223,6 +227,7 @@ class ToolRunner:
         elif batch.sync and self._workers is not None:
             index = batch.sync.popleft()
             attempt = functools.partial(self._attempt_in_thread, batch.calls[index])
+            self._watch.start()
             batch.running[index] = self._workers.submit(attempt)
         else:
             for index, begin in batch.asynchronous:
@@ -235,11 +240,12 @@ class ToolRunner:
         except Exception as error:  # the arguments are not those of the function
             batch.results[index] = self._failure(batch.calls[index], error, 0.0)
             return
+        self._watch.start()
         batch.running[index] = self._loop.submit(self._awaited(batch.calls[index].name, awaitable))
 
     async def _awaited(self, name: str, awaitable: Awaitable) -> str | list[Any]:
         with ended_forks(f"The tool {name!r}"):
-            return self._content(await awaitable)
+            return self._content(name, await awaitable)
 
     def _run_here(self, key: Hashable, batch: _Batch) -> None:
         """Run the next sync call of the first batch in the queue."""
@@ -253,8 +259,8 @@ class ToolRunner:
             outcome = self._limit.call(call.name, functools.partial(self._attempt, call))
         except RewardTimeout:
             outcome = self._timeout(call, time.monotonic() - start)
-        except KeyboardInterrupt as interrupt:
-            outcome = interrupt
+        except (KeyboardInterrupt, MediaError) as passed_on:
+            outcome = passed_on
         is_last = not batch.sync
         if is_last:
             self._queue.popleft()
@@ -273,8 +279,8 @@ class ToolRunner:
                 value = _call(call)
             if inspect.isawaitable(value):
                 return value
-            content = self._content(value)
-        except (KeyboardInterrupt, RewardTimeout):
+            content = self._content(call.name, value)
+        except (KeyboardInterrupt, RewardTimeout, MediaError):
             raise
         except BaseException as error:
             return self._failure(call, error, time.monotonic() - start)
@@ -283,7 +289,7 @@ class ToolRunner:
     def _attempt_in_thread(self, call: ToolCall) -> ToolResult | Awaitable | BaseException:
         try:
             return self._attempt(call)
-        except BaseException as error:  # KeyboardInterrupt: the main thread raises it
+        except BaseException as error:  # which is passed on: the main thread raises it
             return error
 
     # --- ending --------------------------------------------------------------------------------------------
@@ -312,7 +318,7 @@ class ToolRunner:
         self._loop.check(is_late)
 
     def _settle(self, batch: _Batch, index: int, outcome: ToolResult | Awaitable | BaseException) -> None:
-        """Note what a call has come to; an awaitable is one more async call, and KeyboardInterrupt is
+        """Note what a call has come to; an awaitable is one more async call, and what is passed on is
         raised."""
         batch.running.pop(index, None)
         if isinstance(outcome, BaseException):
@@ -330,7 +336,7 @@ class ToolRunner:
         content, error = task.future.result()
         if error is None:
             return ToolResult(call.name, content, False, latency_s)
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt | MediaError):
             return error
         if isinstance(error, RewardTimeout):
             return self._timeout(call, latency_s)
@@ -348,22 +354,22 @@ class ToolRunner:
             work.future.cancel()
         elif self._workers is not None:
             self._workers.abandon(work)
+            self._left.append(work)
+
+    def _stop_watching_if_idle(self) -> None:
+        """Let a machine that is stopped for a while between tools not look like one that hangs."""
+        self._left = [job for job in self._left if job.started_s is not None and not job.is_done]
+        if not self._left and not any(batch.running for batch in self._batches.values()):
+            self._watch.stop()
 
     # --- what the model reads ------------------------------------------------------------------------------
 
-    def _content(self, value: Any) -> str | list[Any]:
-        content = _readable(value if isinstance(value, list) else str(value))
-        num_chars = len(content) if isinstance(content, str) else sum(len(str(part)) for part in content)
-        if num_chars > self._max_result_chars:
-            raise ValueError(
-                f"The result has {num_chars} characters, more than the {self._max_result_chars} that it may "
-                "have."
-            )
-        return content
+    def _content(self, name: str, value: Any) -> str | list[Any]:
+        return content_of(value, name, self._max_result_chars)
 
     def _failure(self, call: ToolCall, error: BaseException | str, latency_s: float) -> ToolResult:
         text = error if isinstance(error, str) else _words(error)
-        content = _readable(str({"error": text[: self._max_result_chars]}))
+        content = encodable(str({"error": text[: self._max_result_chars]}))
         return ToolResult(call.name, content, True, latency_s)
 
     def _timeout(self, call: ToolCall, latency_s: float) -> ToolResult:
@@ -382,15 +388,3 @@ def _words(error: BaseException) -> str:
     except Exception:
         return type(error).__name__
     return text if isinstance(error, Exception) else f"{type(error).__name__}: {text}"
-
-
-def _readable(value: Any) -> Any:
-    """A copy whose texts tokenizers can read: lone surrogates, which UTF-8 does not have, become question
-    marks."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, list):
-        return [_readable(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _readable(item) for key, item in value.items()}
-    return own_copy(value)

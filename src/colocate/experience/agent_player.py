@@ -28,6 +28,7 @@ from colocate.episodes.episode import Episode
 from colocate.experience.agent_session import Drawing, Session
 from colocate.experience.requests import RolloutRequest
 from colocate.rewards.background import BackgroundLoop
+from colocate.rewards.last_resort import InterpreterWatch
 from colocate.serving.app import RETRY_AFTER_S, Service
 from colocate.serving.desk import Desk, Visitors
 from colocate.serving.driver import Driver
@@ -171,6 +172,8 @@ class AgentPlayer:
         self._threads = asyncio.Semaphore(MAX_THREADS)  # a loop that was blocked is replaced by another one
         base_url = f"http://127.0.0.1:{self._listen().port}/v1"
         futures: list[Future] = []
+        watch = InterpreterWatch(None if self._timeout_s is None else self._timeout_s + GRACE_S)
+        watch.start()
         try:
             for (row, _), session in zip(pairs, sessions, strict=True):
                 endpoint = Endpoint(base_url, session.key, MODEL)
@@ -183,6 +186,7 @@ class AgentPlayer:
                 if time.monotonic() > until_s:
                     raise RuntimeError(self._why_blocked())
         finally:
+            watch.stop()
             self._end(sessions, futures)
         return [
             _finished(session, *future.result()) for session, future in zip(sessions, futures, strict=True)

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.last_resort import LAST_RESORT
+from colocate.rewards.last_resort import LAST_RESORT, InterpreterWatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ class TimeLimit:
                 GRACE_S,
                 self.option,
             )
+
+    def interpreter_watch(self) -> InterpreterWatch:
+        """What ends the process if a function in another thread keeps this one from running for as long."""
+        return InterpreterWatch(None if self.timeout_s is None else self.timeout_s + GRACE_S)
 
     def arm_last_resort(self) -> None:
         """Let the process end in `timeout_s` + `GRACE_S` seconds, unless this or `disarm` is called before.
