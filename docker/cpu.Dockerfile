@@ -3,7 +3,8 @@
 #     docker build --file docker/cpu.Dockerfile --tag colocate:cpu .
 #     docker run --volume "$PWD:/workspace" colocate:cpu plan run.yaml --gpu H100
 #
-# --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> saves gigabytes of CUDA that is never used.
+# --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of builds for CPUs> saves gigabytes of CUDA that is never used;
+# PyTorch's installation page names it.
 
 FROM python:3.12-slim
 
@@ -17,11 +18,10 @@ RUN apt-get update \
 ENV HF_HOME=/workspace/.cache/huggingface
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE constraints-cpu.txt ./
+COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir --constraint constraints-cpu.txt \
-    ".[peft,math,reasoning-gym,tensorboard,trackio,wandb,gguf]"
+RUN pip install --no-cache-dir ".[peft,math,reasoning-gym,tensorboard,trackio,wandb,gguf]"
 
 # Runs, caches and data are on the volume that is mounted here.
 WORKDIR /workspace

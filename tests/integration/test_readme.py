@@ -49,9 +49,9 @@ def commands() -> list[str]:
 def checkout(tmp_path_factory) -> Path:
     """A copy of what the commands read, with this environment as its `.venv`."""
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt"):
+    for name in ("Makefile", "pyproject.toml"):
         shutil.copy2(ROOT / name, copy)
-    for name in ("examples", "recipes"):
+    for name in (".ci", "examples", "recipes"):
         shutil.copytree(ROOT / name, copy / name)
     (copy / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "colocate", "torchrun"):
