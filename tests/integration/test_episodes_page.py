@@ -53,4 +53,5 @@ def test_figures_of_episodes_are_those_of_the_benchmark() -> None:
     ):
         assert text in section, text
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{claims['multiturn_step_vs_trl']:.1f} times with four turns and a tool of 50 ms" in readme
+    assert f"{claims['multiturn_step_vs_trl']:.1f} times with four turns and a tool of 50 ms (" in readme
+    assert f"({ratios[0.0, 'step_s']:.1f} times if the tool answers at once)" in readme

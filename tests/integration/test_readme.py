@@ -31,6 +31,8 @@ from tiny import make_model, make_tokenizer, shapes_of
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RUN_ELSEWHERE = {
+    "git clone <this repository's address> colocate && cd colocate": "as tests have done",
+    "make test": "what runs this test",
     "python3 -m venv .venv && source .venv/bin/activate": "as make does",
     'pip install ".[cuda,peft,math]"': "what make does to install",
 }

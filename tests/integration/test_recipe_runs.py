@@ -369,6 +369,7 @@ def test_the_picture_of_the_hand_over_is_that_of_the_run() -> None:
         _, caption = text.split("handover-h100.svg)")
         check_the_hand_over(caption.split("*")[1])
         assert caption.index(f"{before:.1%}") < caption.index(f"{after:.1%}")
+        assert "103M" in caption and f"{rewards[12]:.0%}" in caption
         assert took in caption or f"{took.split()[0]} 秒" in caption
 
 
