@@ -172,6 +172,7 @@ def test_the_quickstarts_run_file_is_valid(capsys, monkeypatch, tmp_path):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         file, _, anchor = target.partition("#")
+        file = file or "README.md"
         assert target.startswith("http") or (ROOT / file).exists(), target
         if anchor:
             headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.MULTILINE)
