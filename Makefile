@@ -99,7 +99,7 @@ gpu-memcheck: $(VENV)/.installed-test
 	$(COMPUTE_SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python -m pytest tests/kernel_tests \
 		-m "gpu and not multi_gpu" -k "not two_to_the_31 and not million and not billion and not model_shapes and not graph and not bytes_are and not bits"
 
-# The kernels' tests with the newest Triton, beside the environment's, whose PyTorch pins an older one.
+# The kernels' tests with the newest Triton in place of the environment's, which PyTorch pins.
 newest-triton-test: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/newest-triton triton
 	PYTHONPATH=build/newest-triton $(BIN)/python -m pytest tests/kernel_tests -n 2 -m "not gpu and not multi_gpu"

@@ -223,7 +223,7 @@ IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spa
 
 @pytest.mark.parametrize("how", ["ctrl-c", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environment):
-    """The cluster is the driver's own. Ctrl-C in the panel's terminal finishes the step in hand."""
+    """The cluster is the driver's own. Ctrl-C in the panel's terminal finishes the current step."""
     pytest.importorskip("ray")
     directory, mark = make_run("stopped", max_steps=10_000, save_steps=5_000), uuid.uuid4().hex
     words, sign = command("--ranks_per_node", "2"), "step 2/10000 "
@@ -257,7 +257,7 @@ def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environme
             os.kill(pid, signal.SIGKILL)
     if how == "ctrl-c":
         text = rest.decode()
-        assert "the step in hand is finished and saved" in text
+        assert "will finish this step, save and stop" in text
         assert "auto --launcher ray --ranks_per_node 2" in text, "the command to go on"
         assert len(list((directory / "out").glob("checkpoint-*"))) == 1
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pandas as pd
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 import colocate
 from colocate import build
 from colocate.cli import main
 from colocate.reporting.learning_watch import NUM_COMPLETIONS, NUM_ROLLOUTS, NUM_UNREWARDED
 from colocate.rewards import accuracy_reward, get_reward_function
+from colocate.rewards.base import RewardFunctions
 from colocate.run_config import RunConfig
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, StubEngine, character_tokenizer, make_model, make_trainer
 
@@ -31,8 +37,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-GSM8K, MIXTURE, REWARDS = blocks("yaml")
-MIXED_IN_PYTHON, REWARD_FILE = blocks("python")
+GSM8K, MIXTURE, REWARDS, REWARD_MODEL, JUDGED = blocks("yaml")
+MIXED_IN_PYTHON, REWARD_FILE, JUDGE_FILE = blocks("python")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -83,8 +89,6 @@ def local(text: str) -> str:
 
 def answering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes every other member of a group answer right; returns the prompts that it will see."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained("model")
     prompts: list[str] = []
 
@@ -159,6 +163,78 @@ def test_the_rewards_of_the_page(directory):
     assert first is accuracy_reward and len(options["reward_weights"]) == 2
     replies = [[{"role": "assistant", "content": text}] for text in ("Sorry, no.", "72")]
     assert second(completions=replies) == [0.0, 0.2]
+
+
+def test_a_reward_model_comes_first(directory, monkeypatch, capsys):
+    answering(monkeypatch)
+    Path("rewards.py").write_text(REWARD_FILE)
+    options = yaml.safe_load(REWARD_MODEL)
+    name = options["reward_model_name_or_path"]
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    scorer = Qwen3ForSequenceClassification(config)
+    scorer.save_pretrained("scorer")
+    tokenizer.save_pretrained("scorer")
+    text = re.sub(r"^reward_funcs.*\n", "", local(GSM8K), flags=re.MULTILINE)
+    Path("run.yaml").write_text(text + REWARD_MODEL.replace(name, "scorer"))
+    options = ["--log_completions", "--eval_strategy", "no"]
+    assert main(["train", "run.yaml", *SMALL, *options]) == 0
+    assert "rewards   scorer, rewards.py:has_no_apology\n" in capsys.readouterr().out
+    # What the model says of the pair, read by its own template, at the last token.
+    row = pd.read_parquet(next(Path("out/completions").glob("*.parquet"))).iloc[0]
+    messages = [*row["prompt"], *row["completion"]]
+    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+    assert row["scorer"] == pytest.approx(scorer(ids).logits.item(), abs=1e-5)
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A chat service that gives the length of the answer as its grade, and waits until it has four calls."""
+
+    together = threading.Barrier(4)
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        self.together.wait(30)
+        answer = body["messages"][0]["content"].rpartition("Answer: ")[2]
+        reply = "no idea" if answer == "?" else f"{len(answer)}."
+        message = {"role": "assistant", "content": reply}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        content = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_judge_grades_all_completions_at_once(directory, monkeypatch):
+    Path("judge.py").write_text(JUDGE_FILE)
+    options = yaml.safe_load(JUDGED)
+    (name,) = options["reward_funcs"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        monkeypatch.setenv("JUDGE_MODEL", "large")
+        rewards = RewardFunctions([get_reward_function(name)], timeout_s=options["reward_timeout_s"])
+        answers = [[{"role": "assistant", "content": text}] for text in ("four", "?", "eleven chars", "")]
+        questions = [[{"role": "user", "content": "Why?"}]] * 4
+        table = rewards.score(questions, answers, [[1]] * 4, {}, None)
+        server.shutdown()
+    assert torch.equal(table.rewards[[0, 2, 3], 0], torch.tensor([0.4, 1.0, 0.0]))
+    assert table.rewards[1, 0].isnan()  # no grade
+    assert {(body["model"], body["temperature"]) for body in Judge.asked} == {("large", 0)}
 
 
 def test_what_counts_as_an_answer():

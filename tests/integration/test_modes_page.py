@@ -161,7 +161,10 @@ def test_readme_and_guide_say_what_the_modes_are_worth() -> None:
         if (row["model"], row["mode"], row["num_completions"]) == ("7b", "native", 512)
     }
     readme = flat((ROOT / "README.md").read_text())
-    assert f"they complete {plain} times as many samples in full fine-tuning of 1.5B, and {lora} times" in readme
+    assert (
+        f"they complete {plain} times as many samples per second in full fine-tuning of 1.5B, and {lora} "
+        "times" in readme
+    )
     assert f"With the native engine in place of vLLM, it is {native} times as many for 1.5B." in readme
     guide = flat((ROOT / "docs/vllm.md").read_text())
     assert f"do {plain} times the work of 1.5B" in guide and f"{native} times with the native engine" in guide

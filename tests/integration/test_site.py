@@ -147,7 +147,14 @@ def test_run_files_hold_known_options(text):
 def test_commands_are_known(text):
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words = words[1:]
         if not words or NOT_RUN.match(line) or words == ["colocate", "train", "--help"]:
+            continue
+        if words[0] == "make":
+            (target, variable), makefile = words[1:], (ROOT / "Makefile").read_text()
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+            assert re.search(rf"^{variable.partition('=')[0]} \?=", makefile, flags=re.MULTILINE)
             continue
         if words[0] == "accelerate":
             words = launch_command_parser().parse_args(words[2:]).training_script_args

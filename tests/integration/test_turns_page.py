@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import colocate
-from tiny import StubEngine, logged, make_model, make_trainer
+from colocate.episodes.renderer import Renderer
+from tiny import CHAT_TEMPLATE, StubEngine, logged, make_model, make_trainer
 from tool_chat import call, make_chat_tokenizer, user
 
 BLOCKS = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "turns.md").read_text(), re.DOTALL
 )
+
+
+def test_a_template_for_tools(monkeypatch: pytest.MonkeyPatch):
+    plain = make_chat_tokenizer(CHAT_TEMPLATE)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: plain)
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1], names)
+    Renderer(names["tokenizer"]).check_tools()
 
 
 def test_tools_and_environments_of_the_page(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -49,7 +59,7 @@ def test_tools_and_environments_of_the_page(tmp_path, monkeypatch: pytest.Monkey
             low, high = (int(number), high) if answer == "higher" else (low, int(number))
         return call("guess", number=(low + high) // 2)
 
-    exec(BLOCKS[1], names)
+    exec(BLOCKS[2], names)
     dataset = Dataset.from_list([{"prompt": user("Play."), "secret": secret} for secret in (50, 25)])
     trainer = trainer_of(
         halves,

@@ -54,7 +54,7 @@ class StopRequest(StopSignals):
 
     def _say_what_follows(self) -> None:
         if self._accelerator.is_main_process:
-            text = "Ctrl-C: the step in hand is finished and saved. Press it again to stop at once."
+            text = "Ctrl-C: will finish this step, save and stop. Press it again to stop at once."
             # Another thread prints it, as the interrupted thread may be printing and hold the stream's lock.
             threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}).start()
 

@@ -110,7 +110,7 @@ class Start:
     async def _run_ranks(self, arguments: Sequence[str]) -> Ending:
         """Start all ranks, and show their output until all have ended, or one has failed.
 
-        The first Ctrl-C and SIGTERM are passed on: the ranks save the step in hand, and end.
+        The first Ctrl-C and SIGTERM are passed on: the ranks finish and save their step, and end.
         """
         # A server measures the memory that is free while it starts: ranks must not take any of it meanwhile.
         is_measured = self._ask.is_colocated and self._ask.on_gpus

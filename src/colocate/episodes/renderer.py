@@ -142,7 +142,8 @@ class Renderer:
             if not found:
                 raise ValueError(
                     f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
-                    f"{self._remedy}."
+                    f"{self._remedy}. `colocate.episodes.tool_template.add_tool_template` wraps the one that "
+                    "there is."
                 )
         text, stop, prefix = self._written_call()
         why = ""
