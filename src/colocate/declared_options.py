@@ -143,7 +143,7 @@ def check_names(values: Mapping[str, object]) -> None:
             raise ValueError(f"There is no option {shown(name)}{hint}")
         # An option without a value on the command line arrives as True, which only a switch can be.
         if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
-            raise ValueError(f"{name} needs a value: --{name} VALUE. Without one it is read as True, which {name} cannot be")
+            raise ValueError(f"{name} needs a value: --{name} VALUE. {name}=True is not one of its values.")
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def in_words(arguments: Mapping[str, Any]) -> str:
 
 
 def stop_token_ids_of(values: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """The tokens that end a completion beside the tokenizer's and the model's own.
+    """The tokens that end a completion besides the tokenizer's and the model's own.
 
     Raises:
         ValueError: not a list of token ids.

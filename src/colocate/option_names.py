@@ -1,4 +1,4 @@
-"""Options that have another name beside the one they are documented by: an older one, or TRL's."""
+"""Options that have another name besides the one they are documented by: an older one, or TRL's."""
 
 from __future__ import annotations
 

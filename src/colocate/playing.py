@@ -67,7 +67,7 @@ class Playing:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What reward functions get beside the dataset's columns."""
+        """What reward functions get besides the dataset's columns."""
         return () if self.environments is None else ("environments",)
 
     @contextmanager
@@ -112,7 +112,7 @@ def playing_of(
         trainer: what `rollout_func` gets as its second argument.
 
     Raises:
-        ValueError: a tool or an environment that cannot be used, or `rollout_func` or `agent` beside either.
+        ValueError: a tool or an environment that cannot be used, or `rollout_func` or `agent` together with either.
     """
     for name, func in (("rollout_func", rollout_func), ("agent", agent)):
         if func is not None and (tools or environment_factory is not None):

@@ -59,7 +59,7 @@ class OneOf:
 
 
 class Mark:
-    """What an option is said to be, beside its type; two marks are equal only if they are the same."""
+    """What an option is said to be, besides its type; two marks are equal only if they are the same."""
 
 
 IN_COMPLETIONS = Mark()

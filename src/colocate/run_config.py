@@ -33,7 +33,7 @@ from colocate.yaml_text import write_yaml
 
 @dataclass
 class RunConfig:
-    """What `colocate train` passes to `GRPOTrainer` beside its `GRPOConfig`, under TRL's names.
+    """What `colocate train` passes to `GRPOTrainer` besides its `GRPOConfig`, under TRL's names.
 
     Raises:
         ValueError: a number of LoRA's is out of its range.

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from colocate.cli import main
 from model_configs import CONFIGS
-from tiny import make_model, make_tokenizer
+from tiny import CHAT_TEMPLATE, make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*-*.yaml"))
@@ -118,3 +120,29 @@ def test_a_small_twin_takes_two_steps(recipe, models, tmp_path, monkeypatch):
     assert all(math.isfinite(record["loss"]) and record["grad_norm"] > 0 for record in steps)
     assert any("eval_reward" in record for record in records) == ("eval_strategy" in options)
     assert Path("out", "adapter_model.safetensors").exists() == options.get("use_peft", False)
+
+
+def test_a_small_mixture_of_experts_trains_from_the_run_file_of_the_page(tmp_path, monkeypatch):
+    """The page's own options, but a tiny model, with transformers in vLLM's place."""
+    monkeypatch.chdir(tmp_path)
+    (text,) = re.findall(r"```yaml\n(# moe\.yaml\n.*?)```", PAGE, re.DOTALL)
+    options = yaml.safe_load(text)
+    tokenizer = make_tokenizer()
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=256,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained("model")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained("model")
+    Path("data").mkdir()
+    Path("data", "train.jsonl").write_text(f"{json.dumps({'question': '1 + 2 =', 'answer': '#### 3'})}\n" * 8)
+    words = ["--model_name_or_path", "model", "--dataset_name", "data", "--dataset_config", "none"]
+    words += ["--engine", "transformers", "--max_steps", "1", "--max_completion_length", "8", "--use_cpu"]
+    Path("run.yaml").write_text(text)
+    assert main(["train", "run.yaml", *words, "--disable_tqdm", "--save_strategy", "no"]) == 0
+    adapted = load_file(Path(options["output_dir"], "adapter_model.safetensors"))
+    projections = {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in adapted}
+    assert projections == set(options["lora_target_modules"])

@@ -17,7 +17,7 @@ STD_OFFSET = 1e-4
 
 @dataclass
 class AdvantageOptions:
-    """What advantages depend on beside the rewards."""
+    """What advantages depend on besides the rewards."""
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 

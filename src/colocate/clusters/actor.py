@@ -88,7 +88,7 @@ class ProcessActor:
         Args:
             directory: see `place`.
             arguments: what follows `colocate`.
-            variables: what the process's environment has beside the node's.
+            variables: what the process's environment has besides the node's.
             size: of the terminal to give it, on which it draws its panel; None: it gets pipes.
         """
         self.end()

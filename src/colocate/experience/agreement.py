@@ -41,7 +41,7 @@ class Agreement:
 
     Args:
         sampling: how the rollouts are drawn.
-        is_drawn_otherwise: whether anything beside `sampling` decides which tokens are drawn.
+        is_drawn_otherwise: whether anything besides `sampling` decides which tokens are drawn.
         is_8bit: whether the engine generates in 8 bits (`rollout_precision`).
     """
 

@@ -7,7 +7,7 @@ A step is at its peak at one of a few moments, which are all counted:
     layer       the backward pass of one layer at its widest
     embedding   the gradient of the token embedding, after the layers have let go of all they kept
     reduce      several ranks add up their gradients, and each keeps its share of the sums
-    step        gradients, and nothing else, beside masters and moments
+    step        gradients, and nothing else, besides masters and moments
 
 What varies inside a moment is bounded from above; the first measured step corrects what the bounds add
 (`planning.planner.Planner.refine`).
@@ -305,7 +305,7 @@ def _layer_rows(
 def _layer_backward_bytes(
     shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
 ) -> int:
-    """An upper bound of the bytes that `DecoderLayer.backward` allocates beside what the layer keeps.
+    """An upper bound of the bytes that `DecoderLayer.backward` allocates besides what the layer keeps.
 
     It is `base`, which is there throughout, and the widest of three places that the backward pass goes
     through one after the other: the MLP (its activation function or the products beside it), attention, and
@@ -355,7 +355,7 @@ def _layer_backward_bytes(
 def _attention_workspace_bytes(
     shapes: ModelShapes, workload: Workload, num_queries: int, num_keys: int
 ) -> int:
-    """Bytes of workspace that attention's backward pass allocates beside its results."""
+    """Bytes of workspace that attention's backward pass allocates besides its results."""
     b, heads, kv_heads, size = (
         workload.parameter_dtype.itemsize, shapes.num_heads, shapes.num_kv_heads, shapes.head_size
     )  # fmt: skip

@@ -101,7 +101,7 @@ class MasterShards:
                 yield name, share[: own.numel()].view_as(own)
 
     def exchange_bytes(self, gradients: Sequence[Tensor]) -> int:
-        """The most that `reduce` of these gradients takes at a time, beside what it frees on its way."""
+        """The most that `reduce` of these gradients takes at a time, besides what it frees on its way."""
         small = [tensor for tensor in gradients if not self._travels_alone(tensor)]
         alone = [tensor.nbytes // self._num_ranks for tensor in gradients if self._travels_alone(tensor)]
         packed = [

@@ -189,14 +189,14 @@ class DecoderStack:
 
 
 def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
-    """What a stack depends on beside its modules: where parameters lie and which adapters are on."""
+    """What a stack depends on besides its modules: where parameters lie and which adapters are on."""
     addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
     return is_training, addresses, layout.adapter_states()
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer's forward and backward pass of one micro-batch share, beside the tensors that it keeps."""
+    """What a layer's forward and backward pass of one micro-batch share, besides the tensors it keeps."""
 
     pack: Pack
     cos: Tensor  # [T, D]
@@ -273,7 +273,7 @@ class DecoderLayer:
         return gradients.of(parameters)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output [T, h] for its input `x` [T, h], and what its policy keeps beside the input.
+        """The layer's output [T, h] for its input `x` [T, h], and what its policy keeps besides the input.
 
         "keep" and "selective" keep (qkv, out, lse, x_mid), and "keep" also the first product of the MLP;
         "full" and "offload" keep nothing. Tensors are dropped (`del`) as soon as nothing needs them any more:

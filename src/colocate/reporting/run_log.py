@@ -3,7 +3,7 @@
 
 `metrics.jsonl` has one strict JSON object per line, in ASCII: no NaN, no Infinity (they become null).
 
-One line per optimizer step, metrics under TRL's names beside these reserved keys:
+One line per optimizer step, metrics under TRL's names besides these reserved keys:
 
     step        int    optimizer steps taken, from 1
     epoch       float  passes over the data

@@ -1,2 +1,2 @@
-"""What scripts written for TRL import beside the trainer: argument classes, their parser, and what is made of
+"""Names that TRL's scripts import besides the trainer: argument classes, their parser, and what is made of
 them."""

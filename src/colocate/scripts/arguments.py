@@ -1,4 +1,4 @@
-"""The arguments of a script beside those of `GRPOConfig` and `ModelConfig`: which dataset to read.
+"""The arguments of a script besides those of `GRPOConfig` and `ModelConfig`: which dataset to read.
 
 Names, types and defaults are TRL's. Importing this file imports nothing slow.
 """

@@ -62,7 +62,7 @@ class ModelConfig:
         metadata=told("Names of parameters that get adapters, where no module holds them alone."),
     )
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata=told("Names of modules that are trained whole beside the adapters.")
+        default=None, metadata=told("Names of modules that are trained whole in addition to the adapters.")
     )
     lora_task_type: str = field(
         default="CAUSAL_LM", metadata=told("PEFT's name for the kind of model; CAUSAL_LM is supported.")

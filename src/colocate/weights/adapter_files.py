@@ -18,7 +18,7 @@ from colocate.weights.weight_files import StoredTensor, fingerprint, found_file,
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FILE = "base_model.json"
-"""What an adapter's directory says of the model below it beside PEFT's own files."""
+"""What an adapter's directory says of the model below it besides PEFT's own files."""
 
 _PREFIX = "base_model.model."
 _BEYOND_LORA = (

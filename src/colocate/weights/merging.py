@@ -80,7 +80,7 @@ def copy_model(name: str, directory: Path, *, revision: str | None = None) -> No
 
 
 def copy_description(base: str, directory: Path, source: Path, revision: str | None = None) -> None:
-    """Copy all that says what a model is, beside its weights: configuration, tokenizer, index and own code.
+    """Copy all that says what a model is, besides its weights: configuration, tokenizer, index and own code.
 
     Args:
         source: the directory that its weight files are in.

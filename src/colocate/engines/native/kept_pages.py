@@ -19,7 +19,7 @@ class KeptPages:
     two, and keeps it for the next copies when these are given up.
 
     Args:
-        salt: what the keys and values depend on beside tokens. See `PrefixCache`.
+        salt: what the keys and values depend on besides tokens. See `PrefixCache`.
     """
 
     def __init__(self, cache: KVCache, numbers: Sequence[int], salt: bytes) -> None:

@@ -25,7 +25,7 @@ class Rollout:
     sequence has finished idles until the host has read its last token and removes it.
 
     Args:
-        salt: what keys and values depend on beside tokens. See `PrefixCache`.
+        salt: what keys and values depend on besides tokens. See `PrefixCache`.
         finished: where sequences are put whose turn has ended. It outlives the rollout.
     """
 

@@ -132,7 +132,7 @@ def config_directory(base: Any, also: Mapping[str, Any] | None = None) -> Path:
     model, so a path that is new in each run would make it compile the model again.
 
     Args:
-        also: entries that the configuration has beside its own.
+        also: entries that the configuration has besides its own.
     """
     config = type(base.config).from_dict(base.config.to_dict())
     # Weights arrive dequantised. Architectures are unset in a configuration that was never saved.
