@@ -112,7 +112,7 @@ def playing_of(
         trainer: what `rollout_func` gets as its second argument.
 
     Raises:
-        ValueError: a tool or an environment that cannot be used, or `rollout_func` or `agent` together with either.
+        ValueError: a tool or an environment that cannot be used, or either with `rollout_func` or `agent`.
     """
     for name, func in (("rollout_func", rollout_func), ("agent", agent)):
         if func is not None and (tools or environment_factory is not None):
