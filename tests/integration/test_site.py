@@ -131,6 +131,16 @@ def test_the_tables_of_other_projects_are_whole_and_dated():
         assert all(re.match(r"(Y|p|–|\[[Yp]\])", cell) for cell in cells), subject
 
 
+def test_words_of_the_code_are_where_the_table_says():
+    table = PAGES["concepts"].partition("## Words of the code")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \|.*\| (`.*`) \|$", table, flags=re.MULTILINE)
+    assert len(rows) > 10
+    for names, files in rows:
+        text = "".join((ROOT / "src/colocate" / name).read_text() for name in re.findall(r"`(.*?)`", files))
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"class {name}" in text, name
+
+
 def test_every_metric_is_explained():
     rows = re.findall(r"^\| (`.*?) \|", PAGES["metrics"], flags=re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
