@@ -14,7 +14,7 @@ RENAMED: dict[str, str] = {
     "wandb_log_unique_prompts": "log_unique_prompts",
     "warmup_ratio": "warmup_steps",
 }
-"""Older names, which are told to whoever uses them, and the present ones."""
+"""Older names, whose use prints a notice, and the present ones."""
 
 OF_TRL: dict[str, str] = {
     f"vllm_server_{what}": f"rollout_server_{what}" for what in ("base_url", "host", "port", "timeout")

@@ -73,8 +73,9 @@ def save_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
 
 
 def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) -> None:
-    """Restore every part, and the random generators; of another number of ranks, those of the rank with this
-    number, counted round.
+    """Restore every part, and the random generators.
+
+    If another number of ranks wrote the checkpoint, rank r reads the file of rank r modulo that number.
 
     Raises:
         CheckpointError: the checkpoint holds other objects than data.

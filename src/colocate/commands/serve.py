@@ -163,7 +163,7 @@ def _serve(
 
 
 def _key_for(host: str) -> ServerKey | None:
-    """The key that requests need; None: whoever reaches the address may ask.
+    """The key that requests need; None: everybody who reaches the address may ask.
 
     Raises:
         ValueError: other machines reach the address, and there is no key; or the key is malformed.
@@ -254,7 +254,7 @@ def _max_len(engine: RolloutEngine, config: GRPOConfig) -> int:
 def _say_who_may_use_it(key: ServerKey | None, host: str) -> None:
     if key is None:
         print(
-            f"colocate serve: whoever is on this machine may use it; set {VARIABLE} to have a key", flush=True
+            f"colocate serve: every user of this machine may use it; set {VARIABLE} to have a key", flush=True
         )
         return
     print(f"colocate serve: every request needs the key in {key.source} as API key", flush=True)

@@ -211,7 +211,7 @@ def _rms_norm_backward_kernel(
     grad, x, weight, grad_residual, grad_x, sums, grad_stride, x_stride, residual_stride, eps, num_rows,
     hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of every `num_programs`-th tile of ROWS rows; the weight's go to `sums`, added up."""
+    """Gradients of every `num_programs`-th tile of ROWS rows; gradients of the weight are added to `sums`."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)[None, :]
     in_row = columns < hidden_size

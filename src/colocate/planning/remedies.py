@@ -54,8 +54,8 @@ class Remedy:
 def find_remedies(case: Case, most: int = 3) -> list[Remedy]:
     """The smallest changes with which the planner says that the run fits, the smallest first.
 
-    A remedy contains another one only if that one fits tightly; otherwise its further changes would be
-    needless.
+    A remedy with more changes is listed only if the smaller one leaves little memory free; otherwise the
+    additional changes would not be needed.
 
     Args:
         most: how many remedies to look for at most.

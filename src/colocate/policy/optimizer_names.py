@@ -47,8 +47,8 @@ OPTIMIZERS: tuple[str, ...] = (
 )
 
 WHOLE_MATRIX = ("adafactor", "grokadamw", *LOW_RANK)
-"""Optimizers whose step on a value depends on others of its matrix, so that ranks cannot step on rows of it:
-on the means of rows and columns, on a projection, on the norm of a gradient."""
+"""Optimizers that need a whole matrix to step on any value in it: they use means of rows and columns, a
+projection, or the norm of the matrix's gradient. Ranks that hold only some of its rows cannot run them."""
 
 _GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
 _LOW_BIT_ARGUMENTS = ("block_size", "bf16_stochastic_round")

@@ -95,7 +95,7 @@ class ReportServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and close the connection if that takes long: whoever asks may send and read slowly."""
+        """Answer, and close the connection if that takes long: a client may send and read slowly."""
         limit = threading.Timer(LIMIT_S, _shut, [request])
         limit.daemon = True
         limit.start()

@@ -16,7 +16,7 @@ _STDERR = 2
 
 
 class _LastResort:
-    """The times at which the process is to end, by whoever set them; the earliest one counts."""
+    """The times at which the process is to end, by what set them; the earliest one counts."""
 
     def __init__(self) -> None:
         self._ends_s: dict[object, float] = {}

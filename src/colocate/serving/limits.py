@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and times; whoever exceeds one is refused, or disconnected where no answer can be given."""
+    """Sizes and times. A request beyond one is refused, or disconnected where no answer can be given."""
 
     max_requests: int = 256
     """Requests under way at once; further ones get 429."""

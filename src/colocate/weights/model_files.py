@@ -1,4 +1,4 @@
-"""The files of a saved model or adapter, checked: whoever loads them is told which one is damaged."""
+"""The files of a saved model or adapter, checked when they are loaded: an error names the damaged one."""
 
 from __future__ import annotations
 

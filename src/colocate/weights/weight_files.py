@@ -30,7 +30,7 @@ class StoredTensor:
 
     path: Path
     dtype: torch.dtype | None
-    """None: one that no model is trained in."""
+    """The type in PyTorch; None: a type in which no model is trained."""
     shape: tuple[int, ...]
 
 

@@ -128,7 +128,7 @@ class KVCache:
         self.pool.resize(num_pages)
 
     def forget(self) -> None:
-        """Have all pages free and without names, whoever held them."""
+        """Have all pages free and without names, whatever held them."""
         self.pool = PagePool(self._num_pages)
 
     def free(self, keep_bytes: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 A page that is full of tokens is named by a hash of these tokens and of the name of the page before it. So a
 name stands for all tokens from the first one on, as keys and values depend on all of them. The first page's
-name depends on what else they depend on, the weights and adapters: what others have computed is never found.
+name depends on the weights and adapters, so that pages of other weights or adapters are never found.
 
     tokens   [ 17 489 17 284 | 220 19 2 11 | 46 5 ...            pages of four tokens
     names       a = h(salt, ·)   b = h(a, ·)   (not full: no name)
@@ -21,7 +21,7 @@ from colocate.engines.native.pages import PagePool
 from colocate.weights.layouts import Layout
 
 NAME_BYTES = 32
-"""Two lists of tokens with one name of 256 bits are not found even by who looks for them."""
+"""Nobody can construct two lists of tokens with the same name of 256 bits."""
 
 
 def salt_of(layout: Layout, policy_version: int) -> bytes:

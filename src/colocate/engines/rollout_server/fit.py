@@ -61,7 +61,7 @@ class Starts:
         self._seen: list[str] = []
 
     def note(self, start_id: str) -> bool:
-        """Take notice of who has answered; returns whether it is who answered before.
+        """Note which server has answered; returns whether it is the one that answered before.
 
         Raises:
             SeveralServers: it answered earlier, and another one did since: it cannot have been started anew.

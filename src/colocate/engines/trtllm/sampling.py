@@ -20,7 +20,7 @@ class Request(NamedTuple):
     """A request for one completion."""
 
     ticket: int
-    """Its number among those of whoever asks."""
+    """The number that the caller has given the request."""
     token_ids: Sequence[int]
     arguments: Mapping[str, Any]
     """The arguments of TensorRT-LLM's `SamplingParams`."""

@@ -11,7 +11,7 @@ from colocate.engines.vllm.requests import LLMRequest, llm_requests
 from colocate.types import Completion, SamplingParams
 
 STEPS_PER_DRAW = 8
-"""Steps of vLLM until whoever polls sees to other things; fewer if a turn ends before."""
+"""Steps of vLLM until the caller of `poll` gets control back; fewer if a turn ends before."""
 
 
 class OpenTurns:

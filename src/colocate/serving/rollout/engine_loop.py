@@ -69,7 +69,7 @@ class EngineLoop:
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
-        """What is told to all who ask, once the thread has ended."""
+        """The error that every request gets once the thread has ended."""
         self._held: dict[Job, _Held] = {}
         self._draining: list[Future[None]] = []
         self._is_over = threading.Event()
