@@ -1,6 +1,6 @@
 """Seconds of a decode step at few rows, and what the hardware allows, both on the same card in one process.
 
-    python -m benchmarks.rollout.decode --out decode.json
+    python -m benchmarks.rollout.decode --out decode.json [--rows 8 64 512]
 
 Every row is a prompt of its own, so no two rows share keys. A step's time is the difference between a rollout
 of `LONG_TOKENS` tokens and one of `SHORT_TOKENS`, divided by the steps between them: both have the prefill,
@@ -64,11 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     options = parser.parse_args()
     record: dict[str, Any] = {"kind": "decode", **origin()}
-    native = Native(model_directory(options.model_dir, "1.5b"), [case_of(max(ROWS))])
+    native = Native(model_directory(options.model_dir, "1.5b"), [case_of(max(options.rows))])
     flops_per_s, bytes_per_s = product_flops_per_s(), copy_bytes_per_s()
-    rows = [measure(native, num_rows) for num_rows in ROWS]
+    rows = [measure(native, num_rows) for num_rows in options.rows]
     for row in rows:
         row["floor_s"] = floor_s(row["num_rows"], flops_per_s, bytes_per_s)
     record |= {"flops_per_s": flops_per_s, "copy_bytes_per_s": bytes_per_s, "rows": rows}

@@ -44,7 +44,7 @@ def compile_all(jobs: Sequence[Job], cache: Path) -> list[dict[str, Any]]:
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "FP_FUSION" not in done.stderr, done.stderr
     compiled = json.loads(done.stdout)
     for one in compiled:
         assert one["shared_bytes"] <= SHARED_MEMORY_BYTES and not one["spills"], one

@@ -15,7 +15,6 @@ from quantized_models import make_4bit_model
 from rounding import ULP, assert_within, draw, few
 from test_swiglu import assert_close_to_exact, make
 
-from colocate.engines.native import triton_backend
 from colocate.engines.native.projections import Projection
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.tensor_parallel import OneRank
@@ -118,7 +117,6 @@ def test_no_part_is_empty_and_no_multiprocessor_has_two(num_tiles, num_steps, nu
 def test_only_whole_and_lasting_weights_stream(monkeypatch):
     """Adapters, split weights, and weights that are dequantised before every product take other ways."""
     streams: list[torch.Tensor] = []
-    monkeypatch.setattr(triton_backend, "HAS_GLUON_KERNELS", True)
     monkeypatch.setattr(streamed, "can_stream", lambda x, weight: True)
     monkeypatch.setattr(streamed, "product", lambda x, weight, bias: streams.append(weight) or x)
     x, weight = torch.randn(4, 16), torch.randn(24, 16)
@@ -141,7 +139,6 @@ def test_only_whole_and_lasting_weights_stream(monkeypatch):
 
 def test_weights_in_8_bits_take_their_own_product(monkeypatch):
     """Whether the input comes in 16 bits, in 8, or in 8 with a factor for each row."""
-    monkeypatch.setattr(triton_backend, "HAS_GLUON_KERNELS", True)
     monkeypatch.setattr(streamed, "can_stream", lambda x, weight: True)
     x, factor = torch.randn(4, 16), torch.tensor(2.0**-4)
     values = (torch.randn(32, 16) / factor).to(e4m3.DTYPE)

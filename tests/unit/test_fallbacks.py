@@ -12,13 +12,23 @@ from engine_models import make_model
 
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels import fallbacks
-from colocate.kernels.fallbacks import Fallback, of_products_8bit, of_rollout, of_training, why_not_flash
+from colocate.kernels.fallbacks import (
+    Fallback,
+    of_products_8bit,
+    of_rollout,
+    of_training,
+    of_versions,
+    why_not_flash,
+)
+from colocate.kernels.kernel_check import Outcome
+from colocate.kernels.tested_versions import TESTED
 from colocate.policy import cudnn_attention, stack
 from colocate.weights.layouts import Layout, layout_for
 
+TORCH, TRITON = TESTED["PyTorch"][-1], TESTED["Triton"][-1]
 GELU = torch.nn.GELU()
 MODEL: dict[str, Any] = dict(dtype=torch.bfloat16, head_size=128, activation=torch.nn.SiLU())
-ROLLOUT: dict[str, Any] = dict(MODEL, triton_version="3.6.0", capability=(9, 0))
+ROLLOUT: dict[str, Any] = dict(MODEL, capability=(9, 0))
 TRAINING: dict[str, Any] = dict(MODEL, norm_dtype=torch.bfloat16, has_windows=False, why_not_cudnn=None)
 
 
@@ -39,7 +49,6 @@ def check(found: list[Fallback], said: str | None, *, is_costly: bool) -> None:
     ("change", "said"),
     [
         ({}, None),
-        (dict(triton_version="3.7.1"), "SwiGLU .* needs Triton 3.6.x, and this is 3.7.1"),
         (dict(capability=(8, 0)), r"SwiGLU .* H200\), and this GPU has 8.0"),
         (dict(capability=(12, 0)), "this GPU has 12.0"),
         (dict(activation=GELU), "gate .* computes SiLU, and the model has GELU"),
@@ -49,6 +58,33 @@ def check(found: list[Fallback], said: str | None, *, is_costly: bool) -> None:
 )
 def test_of_rollout(change: dict[str, Any], said: str | None):
     check(of_rollout(**(ROLLOUT | change)), said, is_costly="head_size" in change)
+
+
+@pytest.mark.parametrize(
+    ("versions", "outcome", "said", "is_costly"),
+    [
+        ((f"{TORCH}.0+cu130", f"{TRITON}.0"), None, None, False),
+        ((f"{TORCH}.1", f"{TRITON}.1+git3"), None, None, False),
+        ((f"{TORCH}.0", None), None, None, False),
+        (("2.99.0+cu140", f"{TRITON}.0"), None, r"PyTorch 2.99.0\+cu140 was never tested .* GPU\.$", False),
+        ((f"{TORCH}.0", "3.99.0"), None, r"Triton 3.99.0 was never tested .* GPU\.$", False),
+        ((f"{TORCH}.0", "3.5.1"), None, r"Triton 3.5.1 was never tested", False),
+        (
+            (f"{TORCH}.0", "3.99.0"),
+            Outcome({}, 14.6),
+            r"3.99.0 .* agree with PyTorch here \(15 s\)\.$",
+            False,
+        ),
+        (
+            (f"{TORCH}.0", "3.99.0"),
+            Outcome({"head": "two runs have different results"}, 14.6),
+            r"without those that failed here: head: two runs have different results\.$",
+            True,
+        ),
+    ],
+)
+def test_of_versions(versions, outcome, said, is_costly):
+    check(of_versions(*versions, outcome), said, is_costly=is_costly)
 
 
 def test_of_products_8bit():
@@ -90,6 +126,7 @@ def test_engine_and_stack_say_it_on_a_gpu_and_nothing_on_a_cpu(caplog, monkeypat
     model = make_model("mistral-window")
     layout = layout_for(model)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "__version__", f"{TESTED['PyTorch'][0]}.0")
     with caplog.at_level(logging.INFO, logger="colocate"):
         stack.tell_fallbacks(model)
         TritonBackend().tell_fallbacks(layout)

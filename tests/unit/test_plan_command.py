@@ -7,6 +7,7 @@ import pytest
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colocate.cli import main
+from colocate.kernels.tested_versions import TESTED
 from colocate.memory.arena import HANDLE_BYTES
 from colocate.planning import slower_kernels
 from colocate.policy import cudnn_attention
@@ -211,6 +212,7 @@ def test_a_reference_that_sleeps_is_in_neither_rollout_nor_training(numbers):
 )
 def test_kernels_that_will_not_run_are_named(plan, numbers, asked, said, monkeypatch):
     monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: True)
+    monkeypatch.setattr(slower_kernels, "version", lambda _: f"{TESTED['Triton'][-1]}.0")
     _, printed = plan("Qwen2.5-7B", f"{asked} --use_peft")
     _, result = numbers("Qwen2.5-7B", f"{asked} --use_peft")
     lines = result["slower_kernels"]
@@ -221,10 +223,11 @@ def test_kernels_that_will_not_run_are_named(plan, numbers, asked, said, monkeyp
     assert printed.count("Without a fast kernel") == len(said or ())
 
 
-def test_a_triton_that_the_kernels_were_not_tested_with_is_named(plan, monkeypatch):
-    monkeypatch.setattr(slower_kernels, "version", lambda _: "3.9.1")
-    _, printed = plan("Qwen2.5-7B", "--device_name H200")
-    assert "needs Triton 3.6.x, and this is 3.9.1." in words(printed)
+@pytest.mark.parametrize(("device", "is_named"), [("H200", True), ("A100", False)])
+def test_a_triton_that_the_kernels_were_not_tested_with_is_named(plan, device, is_named, monkeypatch):
+    monkeypatch.setattr(slower_kernels, "version", lambda _: "3.99.1")
+    _, printed = plan("Qwen2.5-7B", f"--device_name {device}")
+    assert ("Triton 3.99.1 was never tested with them" in words(printed)) is is_named
 
 
 @pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from colocate.kernels.definitions import is_silu
+from colocate.kernels.kernel_check import Outcome
+from colocate.kernels.tested_versions import is_tested
 
 logger = logging.getLogger(__name__)
-
-GLUON_TRITON = "3.6."
-"""Prefixes of the Triton versions that may run the kernels written in Gluon, Triton's lower-level language:
-Gluon is experimental, so its kernels run only with versions that they were tested with on a GPU. They compile
-with later ones, too, up to 3.9."""
 
 
 class Fallback(NamedTuple):
@@ -46,22 +43,45 @@ def of_rollout(
     dtype: torch.dtype,
     head_size: int,
     activation: Callable[[Tensor], Tensor],
-    triton_version: str,
     capability: tuple[int, int],
 ) -> list[Fallback]:
     """The slower ways that the native engine takes on a GPU of this compute capability."""
     no_gate = why_not_gate(activation)
-    no_gluon = None if no_gate else why_not_gluon(triton_version, capability, dtype)
+    no_products = None if no_gate else why_not_fast_products(capability, dtype)
     no_flash = why_not_flash(dtype, head_size)
     return _found(
         ("Attention in rollouts takes padded products and small tiles", no_flash, True),
         ("The gate in rollouts is not a kernel", no_gate, False),
         (
             "In rollouts SwiGLU and the output head are two kernels each, and few rows take cuBLAS",
-            no_gluon,
+            no_products,
             False,
         ),
     )
+
+
+def of_versions(
+    torch_version: str, triton_version: str | None, outcome: Outcome | None = None
+) -> list[Fallback]:
+    """What is said of a PyTorch and a Triton that the kernels were never tested with.
+
+    Args:
+        triton_version: None: there is no Triton.
+        outcome: what the fast kernels have done here; None: they are not tried, or not yet.
+    """
+    said = []
+    if not is_tested("PyTorch", torch_version):
+        said.append(Fallback(f"PyTorch {torch_version} was never tested with these kernels on a GPU."))
+    if triton_version is None or is_tested("Triton", triton_version):
+        return said
+    untested = f"Triton {triton_version} was never tested with these kernels on a GPU"
+    if outcome is None:
+        return [*said, Fallback(f"{untested}.")]
+    if not outcome.failures:
+        agree = f"the fast ones of rollouts agree with PyTorch here ({outcome.seconds:.0f} s)"
+        return [*said, Fallback(f"{untested}; {agree}.")]
+    failed = "; ".join(f"{kernel}: {reason}" for kernel, reason in outcome.failures.items())
+    return [*said, Fallback(f"{untested}, and rollouts do without those that failed here: {failed}.", True)]
 
 
 def of_products_8bit(dtype: torch.dtype) -> list[Fallback]:
@@ -118,13 +138,11 @@ def why_not_gate(activation: Callable[[Tensor], Tensor]) -> str | None:
     return None if is_silu(activation) else f"its kernel computes SiLU, and the model has {name}"
 
 
-def why_not_gluon(triton_version: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why the kernels written in Gluon do not run here; None: they do."""
+def why_not_fast_products(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why a rollout's products are cuBLAS's on this GPU, whatever the Triton; None: some are kernels."""
     if capability[0] != 9:
         have = ".".join(map(str, capability))
         return f"one kernel needs compute capability 9.0 (H100, H200), and this GPU has {have}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"one kernel takes bfloat16 and float16, and the model is in {dtype}"
-    if not triton_version.startswith(GLUON_TRITON):
-        return f"one kernel needs Triton {GLUON_TRITON}x, and this is {triton_version}"
     return None

@@ -8,6 +8,7 @@ import torch
 
 from colocate.kernels import fallbacks
 from colocate.kernels.fallbacks import Fallback
+from colocate.kernels.tested_versions import TESTED, is_tested
 from colocate.policy.cudnn_attention import why_not_cudnn_on
 from colocate.weights.layouts import Layout
 
@@ -22,8 +23,8 @@ def slower_kernels(
 ) -> list[Fallback]:
     """The fallbacks of trainer and engine on a GPU of this compute capability, wherever it is.
 
-    Triton and cuDNN are taken to be those that are installed here; without a Triton, which a build of PyTorch
-    for CPUs has not, the version that the kernels were tested with.
+    Triton and cuDNN are taken to be those that are installed here. Without a Triton, which a build of PyTorch
+    for CPUs has not, nothing is said of its version.
 
     Args:
         layout: of the model, which may be on the meta device.
@@ -36,14 +37,25 @@ def slower_kernels(
     # Norms have the type of the other weights: a model is loaded in one type, and cast as a whole.
     found = fallbacks.of_training(dtype, head_size, activation, dtype, bool(windows), no_cudnn)
     if is_native:
-        found += fallbacks.of_rollout(dtype, head_size, activation, _triton_version(), capability)
+        found += fallbacks.of_rollout(dtype, head_size, activation, capability)
+        if fallbacks.why_not_fast_products(capability, dtype) is None:
+            found += _of_triton()
     if rollout_precision == "fp8":
         found += fallbacks.of_products_8bit(dtype)
     return found
 
 
-def _triton_version() -> str:
+def _of_triton() -> list[Fallback]:
+    """The word on a Triton that was never tested: whether its kernels run will show on the GPU."""
     try:
-        return version("triton")
+        installed = version("triton")
     except PackageNotFoundError:
-        return fallbacks.GLUON_TRITON
+        return []
+    if is_tested("Triton", installed):
+        return []
+    return [
+        Fallback(
+            f"Rollouts may do without their fast products: Triton {installed} was never tested with them "
+            f"({', '.join(TESTED['Triton'])} were), and a run tries them at its start."
+        )
+    ]

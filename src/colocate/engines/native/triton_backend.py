@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,22 @@ from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.eight_bit_weights import SIDE, check_gpu
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
-from colocate.kernels import e4m3, fallbacks, gate, lora, norms, quantize, rotary, sampling, steps
+from colocate.kernels import (
+    e4m3,
+    fallbacks,
+    gate,
+    kernel_check,
+    lora,
+    norms,
+    quantize,
+    rotary,
+    sampling,
+    steps,
+)
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
+from colocate.kernels.tested_versions import is_tested
 from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitWeight, ScaledRows
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
@@ -29,9 +41,6 @@ from colocate.weights.low_rank import MAX_RANK, LowRank
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 always groups
     _GROUPED_QUERIES["enable_gqa"] = True
-
-HAS_GLUON_KERNELS = triton.__version__.startswith(fallbacks.GLUON_TRITON)
-"""Whether Triton's version suits the Gluon kernels; otherwise cuBLAS and other kernels do their work."""
 
 
 class TritonBackend(TorchBackend):
@@ -46,6 +55,8 @@ class TritonBackend(TorchBackend):
     def __init__(self) -> None:
         super().__init__()
         self.shares_prefixes = False
+        self.broken: Collection[str] = ()
+        """Modules of fast kernels that an untested Triton has broken: other kernels do their work."""
         self._prefixes: SharedPrefixes | None = None
         self._scratch: DecodeScratch | None = None
 
@@ -67,10 +78,24 @@ class TritonBackend(TorchBackend):
             fallbacks.tell(fallbacks.of_products_8bit(layout.dtype))
 
     def tell_fallbacks(self, layout: Layout) -> None:
-        if layout.device.type == "cuda":  # and not Triton's interpreter
-            model = layout.dtype, layout.head_dim, layout.layers[0].activation
-            capability = torch.cuda.get_device_capability(layout.device)
-            fallbacks.tell(fallbacks.of_rollout(*model, triton.__version__, capability))
+        if layout.device.type != "cuda":  # but Triton's interpreter
+            return
+        model = layout.dtype, layout.head_dim, layout.layers[0].activation
+        capability = torch.cuda.get_device_capability(layout.device)
+        fallbacks.tell(fallbacks.of_rollout(*model, capability))
+        tried = None
+        if fallbacks.why_not_fast_products(capability, layout.dtype) is None:
+            tried = self._try_kernels(layout)
+        fallbacks.tell(fallbacks.of_versions(torch.__version__, triton.__version__, tried))
+
+    def _try_kernels(self, layout: Layout) -> kernel_check.Outcome | None:
+        """Do without the kernels that a Triton which they were never tested with has broken."""
+        if is_tested("Triton", triton.__version__):
+            return None
+        index = layout.device.index
+        tried = kernel_check.outcome(torch.cuda.current_device() if index is None else index, layout.dtype)
+        self.broken = tried.failures.keys()
+        return tried
 
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:
         partials_bytes = DecodeScratch.num_bytes(**_sizes(layout, capacity))
@@ -189,7 +214,7 @@ class TritonBackend(TorchBackend):
 
     def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
         """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
-        if not HAS_GLUON_KERNELS or adapted.in_8bit is not None or self.parallel.num_parts > 1:
+        if "streamed" in self.broken or adapted.in_8bit is not None or self.parallel.num_parts > 1:
             return False
         if adapted.is_written_before_use:
             return False
@@ -256,14 +281,25 @@ class TritonBackend(TorchBackend):
         is_plain = not adapted.adapters and is_silu(activation)
         if is_plain and in_8bit and adapted.in_8bit is not None:
             return ScaledRows(*quantize.rows(self.linear(x, adapted), is_gate_up=True))
-        if is_plain and adapted.in_8bit is None and adapted.bias is None and HAS_GLUON_KERNELS:
-            from colocate.kernels import streamed, swiglu
+        if is_plain and adapted.in_8bit is None and adapted.bias is None:
+            output = self._swiglu(x, adapted)
+            if output is not None:
+                return output
+        return super().gated_linear(activation, x, adapted)
 
-            if len(x) <= streamed.MAX_GATED_ROWS and self._streams(x, adapted):
+    def _swiglu(self, x: Tensor, adapted: AdaptedLinear) -> Tensor | None:
+        """silu(gate) * up in one kernel; None: there is none for these, or none that is faster."""
+        if self._streams(x, adapted):
+            from colocate.kernels import streamed
+
+            if len(x) <= streamed.MAX_GATED_ROWS:
                 return streamed.swiglu(x, adapted.weight)
+        if "swiglu" not in self.broken:
+            from colocate.kernels import swiglu
+
             if swiglu.is_faster(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
-        return super().gated_linear(activation, x, adapted)
+        return None
 
     def prefill_attention(
         self,
@@ -359,7 +395,7 @@ class TritonBackend(TorchBackend):
         rows: slice,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if out is not None and sampler.is_plain and HAS_GLUON_KERNELS:
+        if out is not None and sampler.is_plain and "head" not in self.broken:
             from colocate.kernels.head import is_faster, logits_and_parts
 
             if is_faster(hidden, head):
