@@ -42,6 +42,8 @@ def set_up_process(args: GRPOConfig) -> Accelerator:
         set_seed(args.seed)
     level = args.get_process_log_level()
     transformers_logging.set_verbosity(level)
+    if args.log_level == "passive":
+        level = min(level, logging.WARNING)  # TRANSFORMERS_VERBOSITY=error silences transformers alone
     logging.getLogger("colocate").setLevel(level)
     accelerator = Accelerator(cpu=args.use_cpu)
     if accelerator.distributed_type in _PLUGINS:

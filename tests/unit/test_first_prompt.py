@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from colocate.data.prompts import tokenize_prompts
 from colocate.rewards.format import think_format_reward
@@ -113,3 +114,18 @@ def test_turns_are_whole_messages(tmp_path):
     rows = Dataset.from_dict({"prompt": [BEGUN] * 4})
     with pytest.raises(ValueError, match="with tools, environments or an agent a turn is a whole message"):
         make_trainer(tmp_path, train_dataset=rows, tools=[add], chat_template_kwargs=CONTINUE)
+
+
+@pytest.mark.parametrize(("options", "is_said"), [({}, True), ({"log_level": "error"}, False)])
+def test_who_silences_transformers_still_reads_what_the_run_warns_of(tmp_path, capfd, options, is_said):
+    rows, before = Dataset.from_dict({"prompt": [BEGUN] * 4}), transformers_logging.get_verbosity()
+    handler = logging.StreamHandler()  # to stderr as it is now, as where nothing is configured
+    logging.getLogger("colocate").addHandler(handler)
+    transformers_logging.set_verbosity_error()  # as by TRANSFORMERS_VERBOSITY=error
+    try:
+        make_trainer(tmp_path, train_dataset=rows, **options)
+    finally:
+        transformers_logging.set_verbosity(before)
+        logging.getLogger("colocate").removeHandler(handler)
+        logging.getLogger("colocate").setLevel(logging.NOTSET)
+    assert ("Prompts end with a message" in capfd.readouterr().err) == is_said
