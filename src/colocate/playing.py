@@ -160,9 +160,11 @@ def datasets_of(
     provide these.
 
     Raises:
-        ValueError: see `check_datasets`; or a reward function needs a column that there is not.
+        ValueError: see `check_datasets`; or a reward function needs a column that there is not; or there is
+            no dataset, and what an environment needs in its place is missing.
     """
     if train_dataset is None and playing.environments is not None:  # an environment has the data
+        check_own_data(playing.environments, args)
         train_dataset = datasets.Dataset.from_list([{"prompt": EMPTY_PROMPT}] * num_prompts_of(args))
     elif train_dataset is not None:
         train_dataset = with_prompts(train_dataset, playing)
@@ -180,6 +182,20 @@ def datasets_of(
     if playing.rollout_func is None and playing.agent is None:  # which may return any column
         check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
     return train_dataset, eval_dataset
+
+
+def check_own_data(environments: EnvironmentPool, args: GRPOConfig) -> None:
+    """Raises ValueError if a run without a dataset does not know its environments or its length."""
+    if not environments.is_one:
+        raise ValueError(
+            "A dict environment_factory requires a `train_dataset` whose column `environment` names one of "
+            f"{', '.join(map(repr, environments.toolboxes))} in each row. Pass one, or a single factory."
+        )
+    if args.max_steps <= 0:
+        raise ValueError(
+            "Without a train_dataset the environment brings the prompts, and nothing says how long to train: "
+            f"max_steps={args.max_steps} must be set to a positive value."
+        )
 
 
 def num_prompts_of(args: GRPOConfig) -> int:

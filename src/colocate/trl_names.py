@@ -169,6 +169,7 @@ class TRLNames:
     min_p = Option()
     repetition_penalty = Option()
     use_vllm = Option()
+    use_transformers_continuous_batching = Option()
     vllm_mode = Option()
     beta = Option()
     loss_type = Option()
@@ -220,6 +221,23 @@ class TRLNames:
         self.run.scorers.wake()  # until the next rollout, with `offload_scorers`
         with reference.model() as model:
             return model
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """The functions and methods that the model may call, those of all environments among them."""
+        boxes = self.run.playing.toolboxes()
+        return list(dict.fromkeys(function for box in boxes for function in box.functions))
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the episodes that were begun last, one for each; None: there are none yet."""
+        pool = self.run.playing.environments
+        return None if pool is None else pool.shown
+
+    @property
+    def rollout_func(self) -> Callable[[list[Any], Any], dict[str, Any]] | None:
+        """The function that plays the episodes, as it was given."""
+        return self.run.playing.given.get("rollout_func")
 
     @property
     def reward_funcs(self) -> list[Any]:

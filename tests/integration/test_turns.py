@@ -344,6 +344,9 @@ def test_a_run_goes_on_in_the_middle_of_a_batch_of_episodes_bit_for_bit(tmp_path
         assert torch.equal(parameter, expected[name])
 
 
+OWN_DATA: dict[str, Any] = {"train_dataset": None, "reward_funcs": None}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -356,11 +359,36 @@ def test_a_run_goes_on_in_the_middle_of_a_batch_of_episodes_bit_for_bit(tmp_path
             r"max_completion_length=8 .* takes \d+ already",
         ),
         ({"tools": [add], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations"),
+        (OWN_DATA | {"environment_factory": Counter, "max_steps": -1}, "max_steps=-1 must be set"),
+        (OWN_DATA | {"environment_factory": {"a": Counter}}, "requires a `train_dataset` .* `environment`"),
     ],
 )
 def test_what_cannot_be_played_is_refused_at_the_start(tmp_path, arguments, message):
+    arguments = {"train_dataset": questions(), **OPTIONS, **arguments}
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, model=chat_model(), train_dataset=questions(), **{**OPTIONS, **arguments})
+        make_trainer(tmp_path, model=chat_model(), **arguments)
+
+
+def test_trls_names_say_what_plays(tmp_path):
+    def play(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {}
+
+    common = {"model": chat_model(), "train_dataset": questions(), **OPTIONS}
+    plain = make_trainer(tmp_path / "plain", **common)
+    assert (plain.tools, plain.environments, plain.rollout_func) == ([], None, None)
+    assert plain.use_transformers_continuous_batching is False
+    assert make_trainer(tmp_path / "tools", tools=[add], **common).tools == [add]
+    assert make_trainer(tmp_path / "function", rollout_func=play, **common).rollout_func is play
+    playing = make_trainer(
+        tmp_path / "environment",
+        tools=[add],
+        environment_factory=Counter,
+        stub=writing(lambda text, member: call("step")),
+        **common,
+    )
+    assert [tool.__name__ for tool in playing.tools] == ["add", "step"] and playing.environments is None
+    playing.train()
+    assert [type(environment) for environment in playing.environments] == [Counter] * 4
 
 
 def test_a_template_without_tools_is_refused(tmp_path):

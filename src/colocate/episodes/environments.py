@@ -132,7 +132,9 @@ class EnvironmentPool:
         timeout_s: seconds that a `reset` or a factory may take; None: no limit.
 
     Attributes:
+        is_one: whether there is a single factory, so that rows name none.
         toolboxes: the tools by the environment's name.
+        shown: the environments of the episodes that were begun last, in their order; None: none was.
         reward_functions: async or sync, one for each class that has `get_reward`, called like the class. It
             takes the column `environments` and returns None where the environment is of another class.
 
@@ -154,12 +156,13 @@ class EnvironmentPool:
             self._factories = {name: factory for name, factory in factories.items()}
         else:
             self._factories = {None: factories}
-        self._is_one = not isinstance(factories, Mapping)
+        self.is_one = not isinstance(factories, Mapping)
         if not self._factories:
             raise ValueError("environment_factory={} has no environment: name at least one factory.")
         self._instances: dict[str | None, list[Any]] = {}
         self._free: dict[str | None, list[int]] = {}  # heaps: the first one of a rollout is always number 0
         self.toolboxes: dict[str | None, Toolbox] = {}
+        self.shown: list[Any] | None = None
         for name in self._factories:
             instance = self._make(name)
             self._instances[name], self._free[name] = [instance], [0]
@@ -185,13 +188,15 @@ class EnvironmentPool:
             for row in rows:
                 name = self._name(row)
                 taken.append((name, self._take(name)))
-            own = [{k: v for k, v in row.items() if self._is_one or k != "environment"} for row in rows]
+            own = [{k: v for k, v in row.items() if self.is_one or k != "environment"} for row in rows]
             observations = self._reset_all(taken, own)
-            return [self._scene(*opened) for opened in zip(taken, own, observations, strict=True)]
+            scenes = [self._scene(*opened) for opened in zip(taken, own, observations, strict=True)]
         except BaseException:
             for name, number in taken:
                 heapq.heappush(self._free[name], number)
             raise
+        self.shown = [scene.environment for scene in scenes]
+        return scenes
 
     def end(self, scene: Scene) -> None:
         """Take an environment back for another episode: not before the reward functions have seen it. One
@@ -203,7 +208,7 @@ class EnvironmentPool:
         heapq.heappush(self._free[scene.name], scene.number)
 
     def _name(self, row: Mapping[str, Any]) -> str | None:
-        name = None if self._is_one else row.get("environment")
+        name = None if self.is_one else row.get("environment")
         if name not in self._factories:
             raise ValueError(
                 f"A row has environment={shown(name)}, which is not among the environments of "
