@@ -26,6 +26,7 @@ from colocate.types import SamplingParams
 from colocate.weights.adapter_files import read_adapter
 from colocate.weights.file_reading import DamagedFile
 from colocate.weights.model_files import adapters_are_whole, naming_damage
+from colocate.weights.stored_names import with_stored_names
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
 
 _OF_TRAINING = (
@@ -176,6 +177,7 @@ def _check_base(saved: SavedModel, is_any_base: bool) -> None:
         for path in weight_files(saved.base, saved.revision)
         for name, tensor in header_of(path).items()
     }
+    adapter = with_stored_names(adapter, saved.base, stored, revision=saved.revision)
     if adapter.updates.keys() & stored.keys():  # else the names are others than the modules'
         adapter.check_fits(saved.base, stored, is_any_base=is_any_base)
 

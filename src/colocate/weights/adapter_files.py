@@ -2,27 +2,32 @@
 
 An update adds scaling * B A to a weight W [out, in] (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with
 scaling = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
+Of a tensor with the matrices of many experts, each has its own A and B; they lie in one pair of tensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colocate.weights.file_reading import DamagedFile, read_object
 from colocate.weights.weight_files import StoredTensor, fingerprint, found_file, header_of, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FILE = "base_model.json"
 """What an adapter's directory says of the model below it besides PEFT's own files."""
 
-_PREFIX = "base_model.model."
+ADAPTED = "base_model.model."
+"""What PEFT puts before a module's name."""
 _BEYOND_LORA = (
-    *("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices"),
+    *("use_dora", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *(
         "use_qalora",
         "use_bdlora",
@@ -38,13 +43,49 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How a parameter holds the matrices of E experts."""
+
+    num_experts: int
+    is_transposed: bool
+    """[E, in, out] rather than [E, out, in]."""
+
+
+@dataclass(frozen=True)
 class Update:
     """What an adapter adds to one weight: `scaling` times the product of two tensors in its file."""
 
-    a_key: str  # [r, in]
-    b_key: str  # [out, r]
+    a_key: str  # [r, in], or [E r, in] with the first expert's rows first
+    b_key: str  # [out, r], or [out, r E] with the experts' first columns first
     scaling: float
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    experts: Experts | None = None
+
+    def delta(self, own: Any) -> Tensor:
+        """The update in float32, as `shape` says.
+
+        Args:
+            own: the adapter's file, opened by safetensors.
+        """
+        import torch
+
+        a, b = own.get_tensor(self.a_key).float(), own.get_tensor(self.b_key).float()
+        if self.experts is None:
+            return (b @ a) * self.scaling
+        num_experts = self.experts.num_experts
+        of_experts = a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts)
+        order = "eri,ore->eio" if self.experts.is_transposed else "eri,ore->eoi"
+        return torch.einsum(order, *of_experts) * self.scaling
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of an update that falls on one tensor of the model's files (`stored_names`)."""
+
+    update: Update
+    convert: Callable[[Tensor], dict[str, Tensor]]
+    """From the update of a whole parameter to the tensors that the files hold of it, by their names."""
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -63,18 +104,22 @@ class SavedAdapter:
     Attributes:
         name: its directory, or its name on the Hub.
         base: the model that it was trained on, as its configuration names it.
-        updates: by the names of the weights that they are added to.
+        updates: by the names of the weights that they are added to: those of the model's modules, or, of
+            an adapter `with_stored_names`, those in the model's files, which may hold a parameter in pieces.
         replacements: by the names of the weights that they stand in for.
         base_fingerprint: `weight_files.fingerprint` of the model that it was trained on; None: not known.
+        has_parameters: whether updates are of parameters that PEFT does not name (`target_parameters`), so
+            that only `with_stored_names` tells which.
     """
 
     name: str
     path: Path
     base: str
     revision: str | None
-    updates: Mapping[str, Update]
+    updates: Mapping[str, Update | Piece]
     replacements: Mapping[str, Replacement]
     base_fingerprint: str | None
+    has_parameters: bool = False
 
     def check_fits(self, base: str, stored: Mapping[str, StoredTensor], *, is_any_base: bool = False) -> None:
         """Refuse a base that this adapter was not trained on.
@@ -140,7 +185,7 @@ def read_adapter(name: str) -> SavedAdapter:
     if not stored:
         raise DamagedFile(path, "adapter", "it holds no tensors")
     for key, tensor in stored.items():
-        module, _, part = key.removeprefix(_PREFIX).partition(".lora_")
+        module, _, part = key.removeprefix(ADAPTED).partition(".lora_")
         if not part:
             replacements[module.replace(".base_layer.", ".")] = Replacement(key, tensor.shape)
         elif part == "A.weight":
@@ -164,6 +209,7 @@ def read_adapter(name: str) -> SavedAdapter:
         updates=updates,
         replacements=replacements,
         base_fingerprint=_noted_fingerprint(name),
+        has_parameters=bool(config.get("target_parameters")),
     )
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from colocate.weights.adapter_files import SavedAdapter
+from colocate.weights.adapter_files import SavedAdapter, Update
 from colocate.weights.file_reading import open_weights, read_object
 from colocate.weights.model_files import check_files
+from colocate.weights.stored_names import with_stored_names
 from colocate.weights.weight_files import INDEX, found_file, header_of, weight_files
 
 CONFIGURATION = ("config.json", "generation_config.json")
@@ -55,6 +56,7 @@ def merge_adapter(
     config = found_file(base, "config.json", revision)
     _check_config(adapter, base, {} if config is None else read_object(config))
     stored = {name: tensor for path in files for name, tensor in header_of(path).items()}
+    adapter = with_stored_names(adapter, base, stored, revision=revision)
     adapter.check_fits(base, stored, is_any_base=is_any_base)
     for path in files:
         tensors, num_changed = _merged(path, adapter)
@@ -124,10 +126,11 @@ def _merged(path: Path, adapter: SavedAdapter) -> tuple[dict[str, torch.Tensor],
     """A file's tensors with their updates, and how many were changed."""
     tensors: dict[str, torch.Tensor] = {}
     num_changed = 0
+    deltas = _Deltas(adapter)
     with open_weights(path) as source, open_weights(adapter.path) as own:
         for name in source.keys():  # noqa: SIM118
             weight = source.get_tensor(name)
-            changed = _changed(name, weight, adapter, own)
+            changed = _changed(name, weight, adapter, deltas, own)
             if changed is not weight:
                 num_changed += 1
                 if not changed.isfinite().all():
@@ -139,10 +142,28 @@ def _merged(path: Path, adapter: SavedAdapter) -> tuple[dict[str, torch.Tensor],
     return tensors, num_changed
 
 
-def _changed(name: str, weight: torch.Tensor, adapter: SavedAdapter, own: Any) -> torch.Tensor:
+def _changed(
+    name: str, weight: torch.Tensor, adapter: SavedAdapter, deltas: _Deltas, own: Any
+) -> torch.Tensor:
     if name in adapter.replacements:
         return own.get_tensor(adapter.replacements[name].key).to(weight.dtype)
-    if (update := adapter.updates.get(name)) is None:
+    if name not in adapter.updates:
         return weight
-    a, b = own.get_tensor(update.a_key).float(), own.get_tensor(update.b_key).float()
-    return (weight.float() + (b @ a) * update.scaling).to(weight.dtype)
+    return (weight.float() + deltas.of(name, own)).to(weight.dtype)
+
+
+class _Deltas:
+    """What is added to the tensors of a file; the pieces of the last parameter wait for their tensors, which
+    mostly follow one another."""
+
+    def __init__(self, adapter: SavedAdapter) -> None:
+        self._updates = adapter.updates
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, own: Any) -> torch.Tensor:
+        update = self._updates[name]
+        if isinstance(update, Update):
+            return update.delta(own)
+        if name not in self._waiting:
+            self._waiting = update.convert(update.update.delta(own))
+        return self._waiting.pop(name)
