@@ -73,6 +73,18 @@ def test_one_model_is_silent(caplog, model, make_engine, options, tells):
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize(("shift", "warns"), [(0.0, False), (0.07, True)])
+def test_in_bfloat16_a_models_own_noise_is_the_measure(caplog, shift, warns):
+    """Below what any model in bfloat16 may show, and far above what this one does."""
+    model = make_model("qwen3", initializer_range=0.05).bfloat16()
+    sampling = SamplingParams(max_tokens=16, seed=1)
+    samples = [
+        replace(s, rollout_logprobs=s.rollout_logprobs - shift) for s in rollout(native(model), sampling)
+    ]
+    Agreement(native(model), make_policy(model, 1.0), sampling).check(samples)
+    assert ["rounding in bfloat16 explains 0.05" in message for message in caplog.messages] == [True] * warns
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.2], ids=["one model", "another"])
 def test_rounding_to_8_bits_is_no_other_model(caplog, alpha, tmp_path):
     model = make_model("qwen3", initializer_range=0.05)

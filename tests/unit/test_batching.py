@@ -16,9 +16,11 @@ from engine_models import (
 )
 from transformers import MiniMaxConfig, MiniMaxForCausalLM, RwkvConfig, RwkvForCausalLM
 
-from colocate.engines.batching import ALONE, EQUAL_LENGTHS, PADDED, batches
+from colocate.engines import float32_weights
+from colocate.engines.batching import ALONE, EQUAL_LENGTHS, PADDED, batches, choose_batching
+from colocate.engines.logprob_noise import Rounding
 from colocate.engines.transformers_engine import TransformersEngine
-from colocate.types import SamplingParams
+from colocate.types import Completion, SamplingParams
 
 
 def wide(model):
@@ -74,6 +76,78 @@ def test_completions_are_the_models_own(caplog, make, batching):
     assert [f"generates in {batching}," in message for message in said] == [True] * (batching is not None)
     engine.generate(prompts, SamplingParams(max_tokens=2))
     assert len([m for m in caplog.messages if "generates in" in m]) == len(said), "tried again without need"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (make_minimax, EQUAL_LENGTHS),
+        (make_gpt2, PADDED),
+        (lambda: reads_padding(make_model("qwen3"), 0.004), EQUAL_LENGTHS),
+    ],
+    ids=["minimax", "gpt2", "a little padding"],
+)
+def test_padding_that_is_read_shows_in_either_type(dtype, make, expected):
+    model = make().to(dtype)
+    before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
+    engine = TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+    engine.wake_up()
+    engine.generate(make_prompts([3, 5]), SamplingParams(max_tokens=2))
+    assert engine._batching == expected
+    for parameter, (place, values) in zip(model.parameters(), before, strict=True):
+        assert parameter.data_ptr() == place and torch.equal(parameter, values) and parameter.dtype == dtype
+
+
+def reads_padding(model, size: float):
+    """The model, whose logits padding moves by `size` nats."""
+
+    def shift(module, args, kwargs, output):
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not mask.all():
+            slope = torch.linspace(-1, 1, output.logits.shape[-1], dtype=output.logits.dtype)
+            output.logits = output.logits + 4 * size * slope * (mask == 0).any(-1)[:, None, None]
+        return output
+
+    model.register_forward_hook(shift, with_kwargs=True)
+    return model
+
+
+def test_without_memory_for_float32_a_types_own_noise_is_the_measure(monkeypatch):
+    monkeypatch.setattr(float32_weights, "available_bytes", lambda: 1000)
+    for size, expected in ((0.0, PADDED), (0.08, EQUAL_LENGTHS)):
+        engine = TransformersEngine(reads_padding(make_model("qwen3").bfloat16(), size), pad_token_id=0)
+        engine.wake_up()
+        engine.generate(make_prompts([3, 5]), SamplingParams(max_tokens=2))
+        assert engine._batching == expected
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [(lambda lengths: len(set(lengths)) == 1, EQUAL_LENGTHS), (lambda lengths: len(lengths) == 1, ALONE)],
+)
+def test_a_batch_that_model_generate_fails_at_is_not_the_end(caplog, works, expected):
+    def generate(prompts):
+        if not works([len(prompt.token_ids) for prompt in prompts]):
+            raise IndexError("index 3 is out of bounds")
+        return [Completion((1,), (-0.5,), "length", 0) for _ in prompts]
+
+    options = dict(vocab_size=9, rounding=Rounding(1e-3, 1e-2), name="Fussy")
+    chosen = choose_batching(generate, lambda prompt, completion: torch.tensor([-0.5]), **options)
+    assert chosen == expected
+    assert "nothing (IndexError: index 3 is out of bounds) in padded batches" in caplog.text
+
+
+def test_a_model_that_cannot_generate_at_all_is_named():
+    def generate(prompts):
+        raise IndexError("index 3 is out of bounds")
+
+    with pytest.raises(
+        RuntimeError, match=r"Fussy cannot generate, not even for one prompt: IndexError: index"
+    ):
+        choose_batching(
+            generate, lambda *_: torch.zeros(1), vocab_size=9, rounding=Rounding(0, 1), name="Fussy"
+        )
 
 
 def test_batches_hold_every_sequence_once():

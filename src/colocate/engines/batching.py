@@ -8,11 +8,15 @@ sequences of a batch when it uses a cache. No attribute of a model says so: `cho
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from colocate.engines.logprob_noise import Rounding
+from colocate.parallel.verdict import first_line
 from colocate.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -23,6 +27,19 @@ ALONE = "batches of one"
 
 _PROBED_LENGTHS = {PADDED: (3, 8), EQUAL_LENGTHS: (6, 6), ALONE: (7,)}
 """Lengths of the prompts that try each batching out, the quickest batching first."""
+_TIMES_OWN_NOISE = 3.0
+"""How much further apart than in a batch of one log-probs may be in a larger one, by rounding."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of one batching: the mean |difference| in nats per token, or why there is none."""
+
+    difference: float
+    error: Exception | None = None
+
+    def __str__(self) -> str:
+        return f"{self.difference:.2g}" if self.error is None else f"nothing ({first_line(self.error)})"
 
 
 def choose_batching(
@@ -30,39 +47,64 @@ def choose_batching(
     score: Callable[[Prompt, Completion], Tensor],
     *,
     vocab_size: int,
-    largest_difference: float,
+    rounding: Rounding,
     name: str,
 ) -> str:
     """The quickest batching in which a model's log-probs are those of each sequence in a batch of one.
+
+    A batch of one shows how far apart rounding alone puts them, and a larger batch is measured by that.
 
     Args:
         generate: completes prompts in one batch.
         score: log-probs [C] of a completion of C tokens, by a forward pass of this sequence alone, uncached.
         vocab_size: the token ids of the prompts to try are below it.
-        largest_difference: the mean |difference| of log-probs, in nats per token, that rounding explains.
+        rounding: between which bounds the mean |difference| is taken for rounding, whatever was measured.
         name: the architecture, for the log.
+
+    Raises:
+        RuntimeError: `model.generate` fails even for one prompt.
     """
-    measured = []
-    for batching, lengths in _PROBED_LENGTHS.items():
-        prompts = [
-            Prompt(tuple((31 * key + 7 * position + 1) % vocab_size for position in range(length)), key)
-            for key, length in enumerate(lengths)
-        ]
-        differences = [
-            (score(prompt, completion) - torch.tensor(completion.logprobs)).abs()
-            for prompt, completion in zip(prompts, generate(prompts), strict=True)
-        ]
-        difference = float(torch.cat(differences).mean())
-        measured.append(f"{difference:.2g} in {batching}")
-        if difference <= largest_difference:
+    alone = _try(ALONE, generate, score, vocab_size)
+    if alone.error is not None:
+        raise RuntimeError(
+            f"{name} cannot generate, not even for one prompt: {first_line(alone.error)}."
+        ) from alone.error
+    bound = min(rounding.most, max(rounding.least, _TIMES_OWN_NOISE * alone.difference))
+    measured: list[str] = []
+    for batching in _PROBED_LENGTHS:
+        tried = alone if batching == ALONE else _try(batching, generate, score, vocab_size)
+        measured.append(f"{tried} in {batching}")
+        if tried.difference <= bound:
             break
     if len(measured) > 1:
         logger.warning(
             f"{name} generates in {batching}, which takes longer: from its own log-probs model.generate's "
-            f"differ by {', '.join(measured)} (nats per token, of which rounding explains "
-            f"{largest_difference:g})."
+            f"differ by {', '.join(measured)} (nats per token, of which rounding explains {bound:.2g})."
         )
     return batching
+
+
+def _try(
+    batching: str,
+    generate: Callable[[Sequence[Prompt]], Sequence[Completion]],
+    score: Callable[[Prompt, Completion], Tensor],
+    vocab_size: int,
+) -> _Tried:
+    prompts = [
+        Prompt(tuple((31 * key + 7 * position + 1) % vocab_size for position in range(length)), key)
+        for key, length in enumerate(_PROBED_LENGTHS[batching])
+    ]
+    try:
+        completions = generate(prompts)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return _Tried(math.inf, error)
+    differences = [
+        (score(prompt, completion) - torch.tensor(completion.logprobs)).abs()
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return _Tried(float(torch.cat(differences).mean()))
 
 
 def batches(lengths: Sequence[int], batching: str, max_num_seqs: int) -> Iterator[list[int]]:

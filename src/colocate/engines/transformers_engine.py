@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from colocate.engines.batching import PADDED, batches, choose_batching
-from colocate.engines.logprob_noise import largest_mean_noise
+from colocate.engines.float32_weights import in_float32
+from colocate.engines.logprob_noise import rounding_of
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import derived_seed
 from colocate.engines.turns import Turn, TurnEngine
@@ -135,6 +137,15 @@ class TransformersEngine(TurnEngine):
         self._base = None
 
     def _choose_batching(self) -> str:
+        """Try batches out in float32 if there is memory for it: bfloat16 rounds more than some architectures
+        change by padding that they read."""
+        with in_float32(self._base) as is_float32:
+            if is_float32:
+                with contextlib.suppress(RuntimeError):  # code that computes in one type only
+                    return self._tried_batching()
+        return self._tried_batching()
+
+    def _tried_batching(self) -> str:
         embedding = self._base.get_input_embeddings().weight
         sampling = SamplingParams(max_tokens=4)
 
@@ -148,7 +159,7 @@ class TransformersEngine(TurnEngine):
             lambda prompts: self._generate_batch([(prompt, 0, 4) for prompt in prompts], sampling, {}),
             score,
             vocab_size=len(embedding),
-            largest_difference=largest_mean_noise(embedding.dtype, embedding.device),
+            rounding=rounding_of(embedding.dtype, embedding.device),
             name=type(self._base).__name__,
         )
 

@@ -90,6 +90,9 @@ class Agreement:
                 dtype, logprobs.device, self._sampling.temperature, is_8bit=self._is_8bit
             )
             rounding = "to 8 bits" if self._is_8bit else f"in {str(dtype).removeprefix('torch.')}"
+            if dtype != torch.float32 and not self._is_8bit and policy.num_weight_parts == 1:
+                alone = torch.cat([policy.logprobs([sample])[0][0] for sample in compared])
+                noise = _explained(noise, float((alone - logprobs).abs().mean()))
             problem = _distance(name, torch.cat(told), logprobs, noise, rounding)
         elif self._sampling.repetition_penalty == 1.0 and not self._is_drawn_otherwise:
             drawn = _drawn(compared)
@@ -98,6 +101,19 @@ class Agreement:
             problem = None
         if problem is not None:
             logger.warning(f"{problem} {_LOOK_AT}")
+
+
+def _explained(most: float, own: float) -> float:
+    """The distance that rounding explains in 16 bits, given that of the policy from itself.
+
+    Of a model of 135 million parameters in bfloat16 single sequences were 0.036 from packed ones, and the
+    engine 0.033; with other kernels engine and policy were up to 0.05 apart, half of what is ever allowed.
+
+    Args:
+        most: the largest that is ever allowed.
+        own: the mean |difference| of sequences computed alone and together.
+    """
+    return min(most, max(most / 2, 2 * own))
 
 
 def _distance(name: str, told: Tensor, logprobs: Tensor, noise: float, rounding: str) -> str | None:
