@@ -42,10 +42,11 @@ from colocate.playing import PLAIN, Playing, build_player, check_mesh, datasets_
 from colocate.policy.dropout import active_dropout
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.policy import Policy, check_trainable
+from colocate.policy.policy import Policy
 from colocate.policy.reference import Reference, make_reference
 from colocate.policy.router_loss import router_loss_coef
 from colocate.policy.stack import runs_packed, tell_fallbacks
+from colocate.policy.trainable import check_trainable
 from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions

@@ -37,6 +37,7 @@ from colocate.redaction import redacted
 from colocate.rewards.source_files import sources_of
 from colocate.run_identity import LIBRARIES, versions
 from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
+from colocate.weights.weight_files import check_no_gguf
 
 _MAY_DIFFER = (
     *("local_rank", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
@@ -90,8 +91,9 @@ def check_split(args: GRPOConfig, model: Any) -> None:
     """Refuse a number of parts (`shard`) into which the nodes or the model cannot be divided.
 
     Raises:
-        ValueError: with the arithmetic, and the numbers of parts that would work.
+        ValueError: with the arithmetic, and the numbers of parts that would work; the path of a GGUF file.
     """
+    check_no_gguf(model)
     num_parts = args.shard
     if not isinstance(num_parts, int) or num_parts == 1:
         return

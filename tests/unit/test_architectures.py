@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from safetensors.torch import load_file
 from test_policy import make_samples
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from colocate.commands.run_options import require
+from colocate.policy.precision import check_types
 from colocate.reporting.metrics import Metrics
 from tiny import EOS, PAD, VOCAB_SIZE, changed_weights, make_tokenizer, make_trainer, weights_of
 
@@ -40,9 +43,26 @@ STARTS: dict[str, dict[str, Any]] = {
     "RecurrentGemma": dict(
         **SIZES | dict(num_key_value_heads=1, num_hidden_layers=3), lru_width=32, attention_window_size=32
     ),
+    # Their logits have a factor of their own.
+    "FalconH1": dict(
+        **SIZES, lm_head_multiplier=0.3, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1,
+        mamba_d_state=8, mamba_chunk_size=8,
+    ),
+    "HyperCLOVAX": dict(**SIZES, logits_scaling=0.3),
+    # A divisor, and rows of padding in its head.
+    "InklingText": dict(
+        **SIZES, unpadded_vocab_size=VOCAB_SIZE - 3, logits_mup_width_multiplier=3.0, d_rel=4, rel_extent=16,
+        swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8, sliding_window_size=16,
+        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+    ),
+    # No configuration of a padding token.
+    "CodeGen": dict(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, eos_token_id=EOS,
+        bos_token_id=2,
+    ),
     # Dropout by a rate of its layers' own, and of whole layers.
     "BioGpt": dict(**SIZES, layerdrop=0.5),
-}
+}  # fmt: skip
 
 
 def config_of(name: str, **options: Any):
@@ -179,31 +199,112 @@ def saved(config, directory) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_a_vision_language_checkpoint_trained_on_text_is_saved_whole(tmp_path, caplog):
-    before = saved(qwen3_5(), tmp_path / "base")
-    options = dict(max_steps=1, weight_decay=0.1, processing_class=make_tokenizer())
+def qwen3_vl_moe():
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    return config_of(
+        "Qwen3VLMoe",
+        text_config=SIZES | experts | {"rope_parameters": ROPE},
+        vision_config=dict(**QWEN_VISION, deepstack_visual_indexes=[0]),
+    )
+
+
+def mistral3():
+    """Mistral Small 3.x; Ministral 3 has this class, too."""
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    return config_of(
+        "Mistral3",
+        text_config=dict(model_type="ministral3", **SIZES),
+        vision_config=dict(model_type="pixtral", **vision),
+    )
+
+
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("config", [qwen3_5, qwen2_5_vl, qwen3_vl_moe, mistral3, llava])
+def test_a_vision_language_checkpoint_trained_on_text_is_saved_whole(tmp_path, caplog, config, is_adapted):
+    before = saved(config(), tmp_path / "base")
+    options: dict[str, Any] = dict(max_steps=1, weight_decay=0.1, processing_class=make_tokenizer())
+    if is_adapted:
+        options["peft_config"] = LoraConfig(target_modules="all-linear", r=2)
     trainer = make_trainer(tmp_path / "run", model=str(tmp_path / "base"), **options)
+    start = weights_of(trainer.model)
     trainer.train()
     trainer.save_model()
-    after = load_file(tmp_path / "run" / "model.safetensors")
-    assert after.keys() == before.keys()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    text = {name for name in before if not name.startswith("model.visual.")}
-    assert changed == text and len(text) < len(before)
     assert "outside its language model" in caplog.text
     assert trainer.state.log_history[0]["sampling/sampling_logp_difference/max"] < 1e-4
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert len(held) == len([p for p in trainer.model.parameters() if p.requires_grad])
+    moved = changed_weights(trainer.model, start)
+    assert moved and not [name for name in moved if "visual" in name or "vision" in name]
+    if is_adapted:
+        trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+        assert trained and not [name for name in trained if "visual" in name or "vision" in name]
+        return
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    tower = ("visual", "vision", "projector")
+    text = {name for name in before if not any(part in name for part in tower)}
+    # An expert that no token was sent to stays as it is.
+    assert changed <= text < before.keys() and len(changed) > 0.7 * len(text)
 
 
-@pytest.mark.parametrize("config", [qwen2_5_vl, llava])
-def test_images_are_not_supported_yet(tmp_path, config):
-    saved(config(), tmp_path)
+def test_llama_4_by_name_is_refused_in_words(tmp_path):
+    config = config_of(
+        "Llama4",
+        text_config=STARTS["Llama4Text"],
+        vision_config=dict(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                           image_size=28, patch_size=14, vision_output_dim=16, projector_input_dim=16,
+                           projector_output_dim=16, pixel_shuffle_ratio=0.5),
+    )  # fmt: skip
+    saved(config, tmp_path)
     with pytest.raises(
-        ValueError, match="a vision-language model, and images are not supported yet"
-    ) as error:
+        ValueError, match=r"transformers .* cannot compute Llama4For.* on text alone \(.*text model"
+    ):
         make_trainer(tmp_path / "run", model=str(tmp_path))
-    assert len(str(error.value)) < 500  # transformers would list every class there is
+
+
+def test_all_linear_leaves_out_a_router_that_returns_scores(tmp_path, caplog):
+    model = make_model(config_of("Llama4Text", **STARTS["Llama4Text"]))
+    lora = LoraConfig(target_modules="all-linear", r=2)
+    trainer = make_trainer(tmp_path, model=model, peft_config=lora, max_steps=1)
+    trainer.train()
+    assert "leaves out router: Llama4Router returns more than a product" in caplog.text
+    assert not [name for name, _ in trainer.model.named_parameters() if "router.lora" in name]
+    assert trainer.state.log_history[0]["grad_norm"] > 0 and lora.exclude_modules is None
+
+
+def test_what_peft_refuses_is_said_with_what_to_set(tmp_path):
+    model = make_model(config_of("FalconH1", **STARTS["FalconH1"]))
+    lora = LoraConfig(target_modules="all-linear", r=2)
+    with pytest.raises(
+        ValueError,
+        match=r"PEFT cannot put LoraConfig\(target_modules=.*FalconH1ForCausalLM: .*Name the modules",
+    ):
+        make_trainer(tmp_path, model=model, peft_config=lora)
+
+
+def test_a_format_of_torchao_is_refused_by_name(tmp_path):
+    kind = type("Int8Tensor", (torch.Tensor,), {"__module__": "torchao.quantization"})
+    model = make_model(config_of("Qwen3", **SIZES))
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(kind))
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.up_proj.weight of Qwen3.* torchao's format Int8Tensor"
+    ):
+        check_types(model)
+
+
+@pytest.mark.parametrize("name", ["/models/tiny/q8.gguf", "q8.GGUF"])
+def test_the_path_of_a_gguf_file_is_told_how_to_be_given(tmp_path, name):
+    directory, file = ("/models/tiny", "q8.gguf") if "/" in name else (".", name)
+    message = rf"is a GGUF file.*Give '{directory}' as the model.*model_init_kwargs={{'gguf_file': '{file}'}}"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, model=name)
+    with pytest.raises(ValueError, match=message):
+        require({"model_name_or_path": name}, "model_name_or_path")
 
 
 def test_what_is_no_causal_language_model(tmp_path):

@@ -9,7 +9,6 @@ from test_policy import LargestTensor
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
-    FalconH1Config,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
@@ -173,11 +172,11 @@ def test_head_check_refuses_a_head_that_computes_something_else(attribute):
 
 
 def test_head_check_refuses_an_unknown_multiplier():
-    config = FalconH1Config(
-        **TINY, num_key_value_heads=2, lm_head_multiplier=3.0, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8
-    )
-    with pytest.raises(ValueError, match="FalconH1ForCausalLM computes its logits"):
-        check_output_head(AutoModelForCausalLM.from_config(config))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    check_output_head(model)
+    model.lm_head.register_forward_hook(lambda module, args, logits: 3 * logits)
+    with pytest.raises(ValueError, match="LlamaForCausalLM computes its logits"):
+        check_output_head(model)
 
 
 def test_head_under_peft():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocate.option_names import with_present_names
+from colocate.weights.weight_files import check_no_gguf
 
 if TYPE_CHECKING:
     from colocate.run_config import RunConfig
@@ -52,6 +53,7 @@ def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
         if not values.get(name):
             raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
     name = str(values["model_name_or_path"])
+    check_no_gguf(name)
     # A name on the Hub has at most one slash; the Hub's client tries many times to reach any other name.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise ValueError(

@@ -318,7 +318,7 @@ def engine_of_auto(
         return "native", None
     name = "vllm" if use_vllm and installed_version() is not None else "transformers"
     return name, (
-        f"The native engine cannot run this model: {reason}. Completions come from "
+        f"The native engine cannot run this model ({reason}): completions come from "
         + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from colocate.config import GRPOConfig
 from colocate.engines.native.eight_bit_weights import check_gpu
@@ -18,6 +18,7 @@ from colocate.planning.planner import Case
 from colocate.planning.run_options import wishes_of, workload_of
 from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.cudnn_attention import why_not_cudnn_on
+from colocate.policy.loading import model_on_meta
 from colocate.policy.precision import DTYPES
 from colocate.run_config import RunConfig
 from colocate.weights.layouts import Layout, layout_for
@@ -61,8 +62,7 @@ def plan_run(
     is_elsewhere = device_name is not None or device_memory_gib is not None
     config = _config(options, num_gpus, is_elsewhere=is_elsewhere)
     model_config = _model_config(run, config)
-    with torch.device("meta"):  # which allocates no memory
-        model = AutoModelForCausalLM.from_config(model_config)
+    model = model_on_meta(str(run.model_name_or_path), {"config": model_config})
     layout = _layout(model)
     shapes = ModelShapes.of(
         model,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from colocate.policy.logprobs import whole_logits
-from colocate.policy.output_head import SOFTCAPS, OutputHead, output_head
+from colocate.policy.output_head import DIVISORS, FACTORS, SOFTCAPS, OutputHead, output_head
 from colocate.weights.layouts import body, causal_lm
 
 
@@ -74,6 +74,6 @@ def check_output_head(model: torch.nn.Module) -> None:
 def _unknown_head(lm: Any) -> str:
     return (
         f"{type(lm).__name__} computes its logits in a way this version does not know (a bias, "
-        "config.logit_scale, the divisor config.logits_scaling and the soft caps "
+        f"the factors config.{', '.join(FACTORS)}, the divisors config.{', '.join(DIVISORS)} and soft caps "
         f"config.{', '.join(SOFTCAPS)} are known), so it cannot be trained"
     )

@@ -25,8 +25,9 @@ from transformers import (
 
 from colocate.option_names import with_present_names
 from colocate.option_values import shown
+from colocate.policy.adapter_targets import refused_by_peft, without_routers
 from colocate.policy.dropout import disable_dropout
-from colocate.policy.precision import asked_dtype, cast_to_bf16, check_not_float16, refuse_float16
+from colocate.policy.precision import asked_dtype, cast_to_bf16, check_types, refuse_float16
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
@@ -79,13 +80,15 @@ def prepare_model(
             `add_adapter`.
     """
     loaded = _loaded(model, options, quantization_config, part, is_trained=is_trained)
-    freeze_what_text_does_not_reach(loaded)
+    if is_trained:
+        freeze_what_text_does_not_reach(loaded)
     originals = cast_to_bf16(loaded) if options.bf16 else {}
     if is_trained:
-        check_not_float16(loaded)
+        check_types(loaded)
         make_savable(causal_lm(loaded))
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
+        freeze_what_text_does_not_reach(loaded)  # "all-linear" puts adapters there, too
         originals = {}  # the base is frozen now, and a frozen weight needs no master
     if options.disable_dropout:
         disable_dropout(loaded)
@@ -250,6 +253,8 @@ def _class_for(
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
+            return AutoModelForImageTextToText
         raise ValueError(_why_no_causal_lm(name, config))
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_whole = text_class.config_class is type(config) or config.architectures == [text_class.__name__]
@@ -259,30 +264,27 @@ def _class_for(
 
 
 def _why_no_causal_lm(name: str, config: PretrainedConfig) -> str:
-    what = f"model={name!r} is a {', '.join(config.architectures or [config.model_type])}"
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return (
-            f"{what}, a vision-language model, and images are not supported yet. Train a model of text; or, "
-            "to train this one's text part on text alone, load it with "
-            "AutoModelForImageTextToText.from_pretrained and pass the model itself, and its tokenizer as "
-            "processing_class."
-        )
-    return f"{what}, which is no causal language model. Choose one that AutoModelForCausalLM can load."
+    kind = ", ".join(config.architectures or [config.model_type])
+    return (
+        f"model={name!r} is a {kind}, which is no causal language model. Choose one that "
+        "AutoModelForCausalLM can load, or a vision-language model, which is trained on text."
+    )
 
 
 def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
     """Freeze the vision tower and other parts that text does not reach: without images they have no gradient,
     so their moments and masters would be memory for nothing, and weight decay would shrink them."""
-    if hasattr(model, "peft_config") or model.config.get_text_config() is model.config:
+    lm = causal_lm(model)
+    if lm.config.get_text_config() is lm.config:
         return
-    text_modules = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    text_modules = (lm.get_decoder(), lm.get_input_embeddings(), lm.get_output_embeddings())
     reached = {id(p) for module in text_modules for p in module.parameters()}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
     for parameter in frozen:
         parameter.requires_grad_(False)
     if frozen:
         logger.warning(
-            f"{type(model).__name__} is trained on text: {sum(p.numel() for p in frozen):,} parameters "
+            f"{type(lm).__name__} is trained on text: {sum(p.numel() for p in frozen):,} parameters "
             "outside its language model, which text does not reach, stay as they are and are saved."
         )
 
@@ -311,7 +313,8 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
     Raises:
         ImportError: PEFT is not installed.
         TypeError: `peft_config` is no PEFT configuration.
-        ValueError: the model has an adapter already; the method puts virtual tokens before the prompt.
+        ValueError: the model has an adapter already; the method puts virtual tokens before the prompt; PEFT
+            refuses the configuration for this model.
     """
     try:
         from peft import PeftConfig, get_peft_model
@@ -334,7 +337,10 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
     with warnings.catch_warnings():
         # PEFT asks by a name that transformers has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        return get_peft_model(model, peft_config)
+        try:
+            return get_peft_model(model, without_routers(model, peft_config))
+        except ValueError as error:
+            raise refused_by_peft(model, peft_config, error) from error
 
 
 def enable_gradient_checkpointing(
@@ -417,7 +423,8 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> int:
         tokenizer.pad_token = tokenizer.eos_token
     lm = causal_lm(model)
     configs = (lm.config.get_text_config(), lm.generation_config)
-    others = {c.pad_token_id for c in configs} - {None, tokenizer.pad_token_id}
+    # Some configurations of older models have no such setting (CodeGen, RWKV).
+    others = {getattr(c, "pad_token_id", None) for c in configs} - {None, tokenizer.pad_token_id}
     if others:
         logger.warning(
             f"The tokenizer's PAD token {tokenizer.pad_token_id} differs from the model config and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,10 @@ from colocate.weights.layouts import causal_lm
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """The names that the soft cap has in Gemma's, RecurrentGemma's and xLSTM's configurations."""
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""The names of factors on the logits in Cohere's, Falcon-H1's and Muse's configurations."""
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""The names of divisors in Granite's and Inkling's. HyperCLOVA X multiplies by what has Granite's name."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,13 @@ def output_head(model: torch.nn.Module) -> OutputHead:
     if not isinstance(getattr(module, "weight", None), Tensor):
         raise ValueError(f"{type(lm).__name__} has no output embeddings: it is not a causal language model.")
     config = lm.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in FACTORS)
+    divisor = math.prod(getattr(config, name, None) or 1.0 for name in DIVISORS)
+    scale = scale * divisor if config.model_type.startswith("hyperclovax") else scale / divisor
     softcaps = (getattr(config, name, None) for name in SOFTCAPS)
     softcap = next((cap for cap in softcaps if cap), None)
-    return OutputHead(module.weight, getattr(module, "bias", None), float(scale), softcap)
+    weight, bias = module.weight, getattr(module, "bias", None)
+    num_tokens = getattr(config, "unpadded_vocab_size", None)
+    if num_tokens is not None and num_tokens < len(weight):  # Inkling has rows of padding
+        weight, bias = weight[:num_tokens], None if bias is None else bias[:num_tokens]
+    return OutputHead(weight, bias, float(scale), softcap)

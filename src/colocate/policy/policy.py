@@ -17,9 +17,8 @@ from colocate.memory.recovery import Recovery, Remedy, Result
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers, first_line
-from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
+from colocate.policy.forward import padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, is_distributed
-from colocate.policy.head_check import check_output_head
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
 from colocate.policy.microbatches import filler, for_each, loss_batch, vanishes
@@ -28,11 +27,10 @@ from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.output_head import output_head
 from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
-from colocate.policy.rehearsal import compile_ahead
-from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.policy.stacks import Stacks
 from colocate.policy.step_plan import StepPlan
+from colocate.policy.trainable import check_trainable
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
@@ -73,23 +71,6 @@ class UpdateResult:
     """The tokens of the step's largest micro-batch; 0 where the model runs padded."""
     has_signal: bool = True
     """Whether passes were made. False: the gradient was known to be 0 (`Policy.update`)."""
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model whose log-probabilities cannot be computed here.
-
-    Raises:
-        ValueError: the LM head does something unknown (`check_output_head`); the model is not causal
-            (`check_causal`), or computes something else than its layout says (`check_stack`).
-    """
-    if runs_packed(model):
-        compile_ahead(model)  # or the check would wait for one kernel after the other
-        # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
-        check_stack(model)
-    else:
-        with torch.no_grad():
-            run_gathered(model, partial(check_output_head, model))
-            run_gathered(model, partial(check_causal, model))
 
 
 def _once(work: Callable[[], Result]) -> Result:
@@ -512,8 +493,7 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        # Rollouts end before; a `rollout_func` or an agent may bring longer ones.
-        self._longest.check(max(lengths, default=None), "num_tokens of a sample")
+        self._longest.check_sample(max(lengths, default=0))
         self._step_plan.see(samples)
         budget = self._step_plan.budget
         if packed:

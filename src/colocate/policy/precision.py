@@ -44,13 +44,20 @@ def refuse_float16(name: str, asked: str = "") -> None:
     )
 
 
-def check_not_float16(model: nn.Module) -> None:
-    """Refuse a model of which weights are float16.
+def check_types(model: nn.Module) -> None:
+    """Refuse a model of which weights are float16, or in a format of torchao's.
 
     Raises:
         ValueError: names the first one.
     """
     for name, parameter in model.named_parameters():
+        if type(parameter.data).__module__.startswith("torchao."):
+            raise ValueError(
+                f"{name} of {type(causal_lm(model)).__name__} is in torchao's format "
+                f"{type(parameter.data).__name__}, which is not supported: a run could not compare its "
+                "weights with a checkpoint's. Load the model unquantised, or in bitsandbytes' 4 bits with an "
+                "adapter (load_in_4bit=True and use_peft=True)."
+            )
         if parameter.dtype == torch.float16:
             refuse_float16(f"{type(causal_lm(model)).__name__}", f" (as {name} is)")
 

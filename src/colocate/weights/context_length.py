@@ -31,6 +31,20 @@ class LongestContext(NamedTuple):
                 f"{self.reason}. Lower {option} to {self.num_tokens}, or leave it out."
             )
 
+    def check_sample(self, num_tokens: int) -> None:
+        """Refuse a sample that is longer than an exact limit. Rollouts end before; a `rollout_func` may bring
+        longer ones.
+
+        Raises:
+            ValueError: with both numbers.
+        """
+        if self.is_exact and self.num_tokens is not None and num_tokens > self.num_tokens:
+            raise ValueError(
+                f"A sample has {num_tokens} tokens, prompt and completion together, and this model computes "
+                f"at most {self.num_tokens} consistently: {self.reason}. Let rollout_func, the tools or the "
+                "agent return less."
+            )
+
 
 def longest_context(config: Any) -> LongestContext:
     """The limit of a model's configuration.

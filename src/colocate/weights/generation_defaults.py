@@ -28,7 +28,8 @@ def make_savable(lm: Any) -> None:
         return
     given: GenerationConfig = lm.generation_config
     repaired = copy.deepcopy(given)
-    repaired.do_sample, left_out = True, {}
+    repaired.do_sample = True
+    left_out: dict[str, Any] = {}
     if not _is_savable(repaired):
         repaired, left_out = _consistent(given)
     lm.generation_config = repaired
@@ -44,7 +45,8 @@ def make_savable(lm: Any) -> None:
 def _consistent(given: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
     """As many of the values, taken one by one, as fit together, and the others."""
     values = {name: value for name, value in vars(given).items() if not name.startswith("_")}
-    taken, left_out = GenerationConfig(), {}
+    taken = GenerationConfig()
+    left_out: dict[str, Any] = {}
     for name in sorted(values, key=lambda name: name not in _FIRST):
         before = getattr(taken, name, None)
         setattr(taken, name, copy.deepcopy(values[name]))

@@ -34,6 +34,22 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
+def check_no_gguf(name: Any) -> None:
+    """Refuse the path of a GGUF file in the place of a model's name.
+
+    Raises:
+        ValueError: it is one; says how transformers is asked for such a file.
+    """
+    if not isinstance(name, str) or not name.lower().endswith(".gguf"):
+        return
+    directory, _, file = name.rpartition("/")
+    raise ValueError(
+        f"{name!r} is a GGUF file, and a model is called by its directory or its name on the Hub. Give "
+        f"{directory or '.'!r} as the model, which must have a tokenizer, too, and "
+        f"model_init_kwargs={{'gguf_file': {file!r}}}."
+    )
+
+
 def at(revision: str | None) -> dict[str, Any]:
     """The argument of `from_pretrained` for a revision, if there is one."""
     return {} if revision is None else {"revision": revision}
