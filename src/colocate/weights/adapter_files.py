@@ -192,13 +192,14 @@ def read_adapter(name: str) -> SavedAdapter:
             b_key = key.replace(".lora_A.", ".lora_B.")
             _check_pair(path, key, tensor, b_key, stored.get(b_key))
             rank, scaling = _rank_and_scaling(config_file, config, module)
-            if tensor.shape[0] != rank:
+            # A tensor of many experts has the rows of all of them.
+            if tensor.shape[0] != rank and not config.get("target_parameters"):
                 why = f"{key!r} of {tensor.shape} is of another rank than the {rank} in {CONFIG}"
                 raise DamagedFile(path, "adapter", why)
             shape = (stored[b_key].shape[0], tensor.shape[1])
             updates[f"{module}.weight"] = Update(key, b_key, scaling, shape)
         elif part != "B.weight":
-            raise ValueError(_beyond(name, f"it has the tensor {key!r}"))
+            raise ValueError(beyond(name, f"it has the tensor {key!r}"))
         elif (a_key := key.replace(".lora_B.", ".lora_A.")) not in stored:
             raise DamagedFile(path, "adapter", f"{key!r} has no {a_key!r}")
     return SavedAdapter(
@@ -232,15 +233,16 @@ def _noted_fingerprint(name: str) -> str | None:
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ValueError(_beyond(name, f"it is of the kind {kind}"))
+        raise ValueError(beyond(name, f"it is of the kind {kind}"))
     for option in _BEYOND_LORA:
         if config.get(option):
-            raise ValueError(_beyond(name, f"it has {option}={config[option]!r}"))
+            raise ValueError(beyond(name, f"it has {option}={config[option]!r}"))
     if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
-        raise ValueError(_beyond(name, f"it has init_lora_weights={start!r}, which changes the base"))
+        raise ValueError(beyond(name, f"it has init_lora_weights={start!r}, which changes the base"))
 
 
-def _beyond(name: str, what: str) -> str:
+def beyond(name: str, what: str) -> str:
+    """What to say of an adapter that PEFT alone can merge."""
     return (
         f"The adapter {name} is not a plain LoRA: {what}. PEFT merges what it has trained: "
         "PeftModel.from_pretrained(base, adapter).merge_and_unload()."

@@ -153,8 +153,8 @@ def _changed(
 
 
 class _Deltas:
-    """What is added to the tensors of a file; the pieces of the last parameter wait for their tensors, which
-    mostly follow one another."""
+    """What is added to the tensors of a file. The pieces of a parameter wait for their tensors, between which
+    others of the same layer come."""
 
     def __init__(self, adapter: SavedAdapter) -> None:
         self._updates = adapter.updates
@@ -165,5 +165,5 @@ class _Deltas:
         if isinstance(update, Update):
             return update.delta(own)
         if name not in self._waiting:
-            self._waiting = update.convert(update.update.delta(own))
+            self._waiting |= update.convert(update.update.delta(own))
         return self._waiting.pop(name)

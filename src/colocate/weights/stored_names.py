@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from colocate.weights.adapter_files import ADAPTED, Experts, Piece, Replacement, SavedAdapter, Update
+from colocate.weights.adapter_files import ADAPTED, Experts, Piece, Replacement, SavedAdapter, Update, beyond
 from colocate.weights.weight_files import StoredTensor, at
 
 
@@ -43,12 +43,15 @@ def with_stored_names(
 
     Raises:
         OSError: `base` has no configuration.
+        ValueError: only the model's own code knows which parameters were adapted.
     """
     named = {*adapter.updates, *adapter.replacements}
     if not adapter.has_parameters and all(name in stored for name in named):
         return adapter
     config = AutoConfig.from_pretrained(base, **at(revision))
     if getattr(config, "auto_map", None):
+        if adapter.has_parameters:
+            raise ValueError(beyond(adapter.name, "it has target_parameters, in a model of its own code"))
         return adapter
     own = {name: update for name, update in adapter.updates.items() if isinstance(update, Update)}
     for model in _candidates(config):
@@ -83,12 +86,15 @@ def _updates_of_parameters(
     adapter: SavedAdapter, own: Mapping[str, Update], model: Any
 ) -> dict[str, Update] | None:
     """The updates by the parameters that PEFT lets them change (`target_parameters`), which it does not write
-    down: two of one module are told apart by how PEFT nests them. None: one has another shape."""
+    down: two of one module are told apart by how PEFT nests them. None: they do not fit this model."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     config = LoraConfig.from_pretrained(str(adapter.path.parent))
-    wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=True).base_model
+    try:
+        wrapped: Any = get_peft_model(model, config, low_cpu_mem_usage=True).base_model
+    except ValueError:  # it has no such modules
+        return None
     by_key = {update.a_key: update for update in own.values()}
     updates = {}
     for path, module in wrapped.model.named_modules():
