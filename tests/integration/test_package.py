@@ -178,6 +178,10 @@ def test_an_image_installs_extras_that_there_are_and_starts_the_command_line(fil
     assert ("cuda" in extras.split(",")) == (file.name == "cuda.Dockerfile")
     assert ("ENTRYPOINT", '["colocate"]') in instructions(file)
     assert "--constraint" not in installed  # what resolves is what the package registry has
+    # `make resolve` resolves, and `make plain-test` installs, all that the image for CPUs installs.
+    (tested,) = (line for line in PROJECT["optional-dependencies"]["test"] if line.startswith("colocate["))
+    if file.name == "cpu.Dockerfile":
+        assert set(extras.split(",")) <= set(re.findall(r"[\w-]+", tested))
 
 
 def test_an_image_is_built_from_what_it_copies(tmp_path):
