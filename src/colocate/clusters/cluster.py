@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from colocate.checkpoints.stop_signals import restore
@@ -25,6 +25,8 @@ _LATE = (
     " Ray starts several processes, which do not come up in time on a busy machine or one short of memory: "
     "start the command again, or a cluster first (ray start --head), and then it with RAY_ADDRESS=auto."
 )
+_OTHER_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The variable by which Ray is told whether a cluster may have other nodes than this machine."""
 _SLICE_S = 0.5
 """Seconds of one wait inside Ray, between which Ctrl-C is heard."""
 
@@ -47,19 +49,24 @@ def connected(run_id: str) -> Iterator[bool]:
             "The launcher \"ray\" needs the package ray, which is not installed: pip install 'ray>=2.40', or "
             "colocate's extra ray."
         ) from error
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    on_sigterm, stack = signal.getsignal(signal.SIGTERM), ExitStack()
     try:
-        is_embedded = _connect(os.environ.get("RAY_ADDRESS", ""), f"colocate-{run_id}")
+        is_embedded = _connect(os.environ.get("RAY_ADDRESS", ""), f"colocate-{run_id}", stack)
         with watched(ray.get_runtime_context().gcs_address):
             yield is_embedded
     finally:
         ray.shutdown()  # it may have come half-way
+        stack.close()
         if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
             restore({signal.SIGTERM: on_sigterm})
 
 
-def _connect(given: str, namespace: str) -> bool:
-    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this."""
+def _connect(given: str, namespace: str, stack: ExitStack) -> bool:
+    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this.
+
+    Args:
+        stack: ends what holds for a cluster that is started here, once that has ended.
+    """
     import ray
 
     if given not in ("", "auto", "local"):
@@ -67,11 +74,13 @@ def _connect(given: str, namespace: str) -> bool:
     options: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     if given == "local":
         options["object_store_memory"] = _STORE_BYTES
+        stack.enter_context(_listening_to_itself())
+        options["_node_ip_address"] = "127.0.0.1"
     try:
         ray.init(address=given or "auto", namespace=namespace, **options)
     except Exception as error:  # Ray raises Exception itself where its processes do not come up in time
         if not given and isinstance(error, ConnectionError):
-            return _connect("local", namespace)
+            return _connect("local", namespace, stack)
         where = "on this machine" if given in ("", "local") else f"at RAY_ADDRESS={given}"
         is_late = not isinstance(error, (RuntimeError, ValueError, OSError))
         told = redacted(str(error)).strip()
@@ -79,6 +88,25 @@ def _connect(given: str, namespace: str) -> bool:
             f"The Ray cluster {where} cannot be used: {told}{_LATE if is_late else ''}"
         ) from error
     return given == "local"
+
+
+@contextmanager
+def _listening_to_itself() -> Iterator[None]:
+    """Within, a cluster that Ray starts listens on the loopback address alone, as on Windows and macOS. On
+    Linux all its ports are open to other machines, and whoever reaches them runs code here."""
+    from ray._private import ray_constants
+
+    before, was_enabled = os.environ.get(_OTHER_NODES), getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
+    os.environ[_OTHER_NODES] = "0"  # for the processes that are started
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        if was_enabled is not None:
+            ray_constants.ENABLE_RAY_CLUSTER = was_enabled
+        os.environ.pop(_OTHER_NODES)
+        if before is not None:
+            os.environ[_OTHER_NODES] = before
 
 
 @contextmanager
