@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,6 +30,7 @@ from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.parallel.ports import free_port
 from colocate.version import __version__
+from listening import LOOPBACK, kinds_of, said_of, sockets
 from processes import TORCHRUN
 from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
 from ray_runs import launch_here, rewards
@@ -244,6 +246,9 @@ def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environme
             said += chunk
         assert sign.encode() in said, said.decode()
         assert len(marked(mark)) > 4  # the driver, two ranks, Ray's own
+        of_ray = [pid for pid in marked(mark) if "RANK" not in psutil.Process(pid).environ()]
+        found = sockets(of_ray)
+        assert found and kinds_of(found) == said_of("`--launcher ray` on one machine")
         if how == "kill":
             driver.kill()
             rest, _ = driver.communicate(timeout=200)
@@ -321,6 +326,15 @@ def test_the_script_of_slurm_runs(make_run, environment, another_home):
             os.kill(pid, signal.SIGTERM)
     assert done.returncode == 0, (directory / "log").read_text()
     assert "2 x CPU" in (directory / "log").read_text() and list(rewards(directory)) == [1]
+
+
+def test_a_cluster_listens_where_the_page_on_security_says(cluster):
+    """Which is not for colocate to say: Ray's own default."""
+    port = int(cluster["RAY_ADDRESS"].rpartition(":")[2])
+    heads = [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
+    found = {address for address in sockets(heads) if address[1] == port}
+    assert found and kinds_of(found) <= said_of("a Ray cluster that you start")
+    assert LOOPBACK not in kinds_of(found)
 
 
 def test_rays_handler_of_sigterm_goes_with_its_connection(cluster, monkeypatch):
