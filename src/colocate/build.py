@@ -47,6 +47,7 @@ from colocate.policy.reference import Reference, make_reference
 from colocate.policy.router_loss import router_loss_coef
 from colocate.policy.stack import runs_packed, tell_fallbacks
 from colocate.policy.trainable import check_trainable
+from colocate.policy.trained_weights import check_trained_weights
 from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
@@ -135,9 +136,10 @@ def build_optimizer(
     """The optimizer of a model that can be trained.
 
     Raises:
-        ValueError: a model that `check_trainable` refuses; `sync_ref_model` with an adapter; a number in
-            `shard`, and an optimizer whose state cannot be split.
+        ValueError: a model that `check_trained_weights` or `check_trainable` refuses; `sync_ref_model` with
+            an adapter; a number in `shard`, and an optimizer whose state cannot be split.
     """
+    check_trained_weights(model)
     if runs_packed(model):  # such a model is compared with its layout when the policy is made
         tell_fallbacks(model)
     else:

@@ -21,7 +21,6 @@ from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.refill import RefillingSelector
 from colocate.parallel.watch import watched
 from colocate.policy.footprint import MOMENTS_BYTES
-from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.reporting.provenance import provenance
 from colocate.requirements import IN_COMPLETIONS, marked
@@ -144,7 +143,7 @@ def _checkpoint_bytes(run: Run) -> dict[str, int]:
     model, optimizer = run.model, run.policy.optimizer
     sizes, parameters = sizes_of(model), dict(model.named_parameters())
     is_adapter = hasattr(model, "peft_config")
-    saved = [n for n, p in parameters.items() if not is_adapter or p.requires_grad or is_of_reference(n)]
+    saved = [n for n, p in parameters.items() if not is_adapter or p.requires_grad]
     parts = {"weights": sum(sizes[name] * parameters[name].itemsize for name in saved)}
     if run.args.save_only_model:
         return parts

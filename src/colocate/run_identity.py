@@ -18,7 +18,6 @@ from colocate.data.fingerprint import fingerprint
 from colocate.engines.base import RolloutEngine
 from colocate.options import HONOURED_BY, honoured
 from colocate.policy.policy import Policy
-from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.rewards.base import RewardFunctions
 from colocate.version import __version__
@@ -71,9 +70,7 @@ class RunIdentity:
                 BATCH: self._accelerator.num_processes * args.per_device_train_batch_size,
                 "optim (the optimizer)": type(self._policy.optimizer.optimizer).__qualname__,
                 "parameter": {
-                    name: tuple(splits[name].full_shape(p.shape))
-                    for name, p in model.named_parameters()
-                    if not is_of_reference(name)
+                    name: tuple(splits[name].full_shape(p.shape)) for name, p in model.named_parameters()
                 },
                 "option": {name: getattr(args, name) for name in FIXED_OPTIONS},
             },

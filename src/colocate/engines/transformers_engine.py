@@ -19,7 +19,7 @@ from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import derived_seed
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.adapters import prompt_learning_adapter
+from colocate.weights.adapters import unreproducible_adapter
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
 from colocate.weights.layouts import causal_lm
@@ -65,7 +65,7 @@ class TransformersEngine(TurnEngine):
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1.")
-        if (reason := prompt_learning_adapter(model)) is not None:
+        if (reason := unreproducible_adapter(model)) is not None:
             raise ValueError(reason)
         self._base: Any = causal_lm(model)
         longest = longest_context(self._base.config)

@@ -28,6 +28,7 @@ from colocate.option_values import shown
 from colocate.policy.adapter_targets import refused_by_peft, without_routers
 from colocate.policy.dropout import disable_dropout
 from colocate.policy.precision import asked_dtype, cast_to_bf16, check_types, refuse_float16
+from colocate.weights.adapters import why_not_reproduced, why_not_trained
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.generation_defaults import make_savable
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
@@ -313,8 +314,9 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
     Raises:
         ImportError: PEFT is not installed.
         TypeError: `peft_config` is no PEFT configuration.
-        ValueError: the model has an adapter already; the method puts virtual tokens before the prompt; PEFT
-            refuses the configuration for this model.
+        ValueError: the model has an adapter already; the method needs PEFT's own forward
+            (`why_not_reproduced`), or a call in every step (`why_not_trained`); PEFT refuses the
+            configuration for this model.
     """
     try:
         from peft import PeftConfig, get_peft_model
@@ -329,11 +331,10 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
             "The model has an adapter already and peft_config asks for another. Drop peft_config to train "
             "the one there is, or merge it first: model = model.merge_and_unload()."
         )
-    if peft_config.is_prompt_learning:
-        raise ValueError(
-            f"{type(peft_config).__name__} puts virtual tokens before the prompt, which the rollout engine "
-            "and the packed forward do not see. Use an adapter on weights, such as LoraConfig."
-        )
+    if (reason := why_not_reproduced(peft_config)) is not None:
+        raise ValueError(f"peft_config is {reason}")
+    if (reason := why_not_trained(peft_config)) is not None:
+        raise ValueError(reason)
     with warnings.catch_warnings():
         # PEFT asks by a name that transformers has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -12,14 +12,6 @@ from torch import Tensor, nn
 
 from colocate.weights.fully_sharded import copy_sharded, is_fully_sharded
 
-ADAPTER_NAME = "ref"
-"""TRL's name for the frozen copy of an adapter."""
-
-
-def is_of_reference(name: str) -> bool:
-    """Whether the parameter `name` of the policy's model belongs to the reference."""
-    return f".{ADAPTER_NAME}." in name
-
 
 class Reference(Protocol):
     def model(self) -> AbstractContextManager[nn.Module]:
@@ -69,8 +61,16 @@ class FrozenCopy:
         self._has_moved = True
 
 
-class _InPolicyModel:
-    """A reference made of the policy model's own frozen weights: nothing of its own to keep."""
+class AdapterOff:
+    """The base model under a new adapter as the reference: the policy before the adapter learned anything."""
+
+    def __init__(self, policy_model: nn.Module) -> None:
+        self._model = policy_model
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with self._model.disable_adapter():  # type: ignore[operator]
+            yield self._model
 
     def weights(self) -> list[Tensor]:
         return []
@@ -82,57 +82,93 @@ class _InPolicyModel:
         assert not state, "only a copy can have moved"
 
 
-class AdapterOff(_InPolicyModel):
-    """The base model under a new adapter as the reference: the policy before the adapter learned anything."""
+class FrozenAdapter:
+    """A copy of all that is trained beside a frozen base, as it was when the run began. Its values take the
+    place of the trained ones while the reference computes, so that PEFT's methods need not be known.
 
-    def __init__(self, policy_model: nn.Module) -> None:
+    Args:
+        is_new: the run itself has made the adapter, so that a resumed run cannot make the same again.
+    """
+
+    def __init__(self, policy_model: nn.Module, *, is_new: bool) -> None:
         self._model = policy_model
+        self._is_new = is_new
+        self._trained = {name: p for name, p in policy_model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p.detach().clone() for name, p in self._trained.items()}
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        with self._model.disable_adapter():  # type: ignore[operator]
-            yield self._model
-
-
-class FrozenAdapter(_InPolicyModel):
-    """A frozen copy of an adapter that was trained before as the reference: the policy at this run's
-    start."""
-
-    def __init__(self, policy_model: nn.Module) -> None:
-        self._model = policy_model
-        self._trained = policy_model.active_adapter
-        requires_grad = {name: p.requires_grad for name, p in policy_model.named_parameters()}
-        policy_model.add_adapter(ADAPTER_NAME, policy_model.peft_config[self._trained])  # type: ignore
-        with torch.no_grad():
-            for name, parameter in policy_model.named_parameters():
-                if is_of_reference(name):
-                    source = name.replace(f".{ADAPTER_NAME}.", f".{self._trained}.")
-                    parameter.copy_(policy_model.get_parameter(source))
-                parameter.requires_grad_(requires_grad.get(name, False))
-
-    @contextmanager
-    def model(self) -> Iterator[nn.Module]:
-        # PEFT makes the adapter that it switches to trainable; that is undone here.
-        requires_grad = [(p, p.requires_grad) for p in self._model.parameters()]
-        self._model.set_adapter(ADAPTER_NAME)  # type: ignore[operator]
+        kept = {name: p.detach().clone() for name, p in self._trained.items()}
         try:
+            self._write(self._frozen)
             yield self._model
         finally:
-            self._model.set_adapter(self._trained)  # type: ignore[operator]
-            for parameter, flag in requires_grad:
-                parameter.requires_grad_(flag)
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, parameter in self._trained.items():
+            parameter.copy_(values[name])
+
+    def weights(self) -> list[Tensor]:
+        return list(self._frozen.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._frozen) if self._is_new else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the reference of the run that goes on.
+
+        Raises:
+            ValueError: that run began with another adapter, or without a reference.
+        """
+        if not self._is_new:
+            return
+        if state.keys() != self._frozen.keys():
+            raise ValueError(
+                "beta > 0 penalises the distance to the reference, which is the adapter as it was made, and "
+                "the checkpoint was written without it. Set beta=0, or start a new run with the checkpoint "
+                "as model."
+            )
+        for name, values in state.items():
+            self._frozen[name].copy_(values)
+
+
+_STARTS_AT_ZERO = (True, "gaussian", "eva")
+"""Values of `init_lora_weights` with which a new LoRA adds nothing, and leaves the base as it was."""
+_OTHER_STARTS = (
+    *("use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"),
+)
+"""Settings of PEFT's LoRA that change the base's weights, or of which it is not known."""
+
+
+def starts_as_its_base(policy_model: nn.Module) -> bool:
+    """Whether a model with a new adapter computes what it would with that adapter off, now and later.
+
+    PiSSA and OLoRA take a part out of the base's weights, other methods have starts of their own, and biases
+    that PEFT trains in place stay when it switches the adapter off.
+    """
+    configs: dict[str, Any] = policy_model.peft_config  # type: ignore[assignment]
+    return all(
+        config.peft_type == "LORA"
+        and config.init_lora_weights in _STARTS_AT_ZERO
+        and config.bias == "none"
+        and not any(getattr(config, option, None) for option in _OTHER_STARTS)
+        for config in configs.values()
+    )
 
 
 def make_reference(
     policy_model: nn.Module, *, has_new_adapter: bool = False
 ) -> FrozenCopy | AdapterOff | FrozenAdapter:
-    """The reference that costs least memory: no copy under a new adapter, a copy of the adapter if it was
-    trained before, and a copy of the model without adapters.
+    """The reference that costs least memory: no copy under a new LoRA, a copy of the adapter if it was
+    trained before or does not begin as the base, and a copy of the model without adapters.
 
     Args:
-        has_new_adapter: the run itself added the adapter (`peft_config`), so the base model is the starting
-            policy.
+        has_new_adapter: the run itself added the adapter (`peft_config`).
     """
     if not hasattr(policy_model, "peft_config"):
         return FrozenCopy(policy_model)
-    return AdapterOff(policy_model) if has_new_adapter else FrozenAdapter(policy_model)
+    if has_new_adapter and starts_as_its_base(policy_model):
+        return AdapterOff(policy_model)
+    return FrozenAdapter(policy_model, is_new=has_new_adapter)

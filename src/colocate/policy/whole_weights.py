@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colocate.checkpoints.snapshot import as_text, bit_sum
 from colocate.parallel.mesh import Mesh
-from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
+from colocate.policy.reference import FrozenAdapter, FrozenCopy, Reference
 from colocate.weights.layouts import WHOLE
 from colocate.weights.weight_parts import local_part, splits_of
 
@@ -47,16 +47,14 @@ def starting_checksums(
 def _starting_weights(
     model: nn.Module, reference: Reference | None, has_new_adapter: bool
 ) -> dict[str, list[Tensor] | None]:
-    own = {name: p for name, p in model.named_parameters() if not is_of_reference(name)}
-    inside = [p for name, p in model.named_parameters() if is_of_reference(name)]
-    origin: list[Tensor] = list(own.values())
+    own = list(model.parameters())
+    origin: list[Tensor] = list(own)
     if hasattr(model, "peft_config"):
-        origin = [] if has_new_adapter else [p for p in own.values() if p.requires_grad]
-    return {
-        "base": [p for p in own.values() if not p.requires_grad],
-        "reference": None if reference is None else inside + reference.weights(),
-        "origin": origin,
-    }
+        origin = [] if has_new_adapter else [p for p in own if p.requires_grad]
+    begun = None if reference is None else reference.weights()
+    if has_new_adapter and isinstance(reference, FrozenAdapter):
+        begun = []  # a policy's state has it
+    return {"base": [p for p in own if not p.requires_grad], "reference": begun, "origin": origin}
 
 
 def _checksum(weights: Sequence[Tensor], parts: set[int], mesh: Mesh) -> str:

@@ -188,18 +188,75 @@ def projection_adapters(modules: Sequence[nn.Module]) -> list[tuple[slice, Adapt
     return adapters
 
 
-def prompt_learning_adapter(model: nn.Module) -> str | None:
-    """Describe a PEFT adapter that adds virtual tokens in the wrapper's own forward; None if there is none.
+def unreproducible_adapter(model: nn.Module) -> str | None:
+    """Describe a PEFT adapter that engines and trainer would compute otherwise than PEFT; None if there is
+    none.
 
-    No rollout engine calls that forward, so such an adapter would be left out silently.
+    Nothing calls the wrapper's own forward, so an adapter that works there would be left out silently.
     """
     for name, config in getattr(model, "peft_config", {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            return (
-                f"PEFT adapter {name!r} ({config.peft_type}) is prompt learning, which adds virtual tokens "
-                "in the wrapper's forward; no rollout engine reproduces that. Use LoRA instead."
-            )
+        if (reason := why_not_reproduced(config)) is not None:
+            return f"PEFT adapter {name!r} is {reason}"
     return None
+
+
+def why_not_reproduced(config: Any) -> str | None:
+    """Why an adapter of a PEFT configuration cannot be computed without PEFT's wrapper, sequence by sequence;
+    None if it can."""
+    name = type(config).__name__
+    if getattr(config, "is_prompt_learning", False):
+        return (
+            f"prompt learning ({name}), which puts virtual tokens before the prompt in the wrapper's "
+            "forward; no rollout engine reproduces that. Use an adapter on weights, such as LoraConfig."
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        return (
+            f"an activated LoRA ({name} with alora_invocation_tokens), whose wrapper looks for these tokens "
+            "in every prompt; no rollout engine reproduces that. Drop alora_invocation_tokens."
+        )
+    if config.peft_type == "LILY":
+        return (
+            f"a {name}, which mixes its experts by the mean over all tokens of a batch: a token's "
+            "probability would depend on the tokens after it. Use an adapter such as LoraConfig."
+        )
+    if _has_own_forward(config) and config.peft_type != "ADALORA":
+        return (
+            f"a {name}, which works in the wrapper's forward; no rollout engine reproduces that. Use an "
+            "adapter on weights alone, such as LoraConfig."
+        )
+    return None
+
+
+def why_not_trained(config: Any) -> str | None:
+    """Why an adapter of a PEFT configuration cannot be trained here, though it may be used; None if it
+    can."""
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+
+    name = type(config).__name__
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    if hasattr(tuner, "update_and_allocate") and getattr(config, "use_asa", True):
+        alternative = "Set use_asa=False" if hasattr(config, "use_asa") else "Use LoraConfig"
+        return (
+            f"{name} shares ranks out while it trains, and must be told of every step "
+            "(update_and_allocate), which nothing here does, with or without a reference (beta). "
+            f"{alternative}."
+        )
+    if getattr(config, "monteclora_config", None):
+        return (
+            f"{name} with monteclora_config adds a loss of its own to every step, which nothing here does. "
+            "Drop monteclora_config."
+        )
+    return None
+
+
+def _has_own_forward(config: Any) -> bool:
+    """Whether the method's tuner does more in its forward than to call the model inside."""
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    own = tuner.__mro__[: tuner.__mro__.index(nn.Module)] if tuner is not None else ()
+    return any("forward" in vars(kind) for kind in own if kind is not BaseTuner)
 
 
 def unsupported_adapters(base: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colocate.weights.adapters import (
     active_adapters,
     base_linear,
-    prompt_learning_adapter,
+    unreproducible_adapter,
     unsupported_adapters,
 )
 from colocate.weights.layouts import causal_lm
@@ -29,7 +29,7 @@ BUCKET_BYTES = 2**30
 
 def why_not_publishable(model: nn.Module) -> str | None:
     """Why `buckets` cannot give this model's weights; None if it can."""
-    if (reason := prompt_learning_adapter(model)) is not None:
+    if (reason := unreproducible_adapter(model)) is not None:
         return reason
     base = causal_lm(model)
     if (reason := unsupported_adapters(base)) is not None:

@@ -34,7 +34,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 from colocate.weights.adapters import (
     adapter_state,
     base_linear,
-    prompt_learning_adapter,
+    unreproducible_adapter,
     unsupported_adapters,
 )
 from colocate.weights.context_length import longest_context
@@ -211,7 +211,7 @@ def has_layout(model: nn.Module) -> bool:
 
 def why_no_layout(model: nn.Module) -> str | None:
     """Why the native engine cannot run this model exactly, in words; None: it can."""
-    if (reason := prompt_learning_adapter(model)) is not None:
+    if (reason := unreproducible_adapter(model)) is not None:
         return reason
     layout = _layout_or_reason(model)
     return layout if isinstance(layout, str) else None
@@ -226,7 +226,7 @@ def layout_for(model: nn.Module) -> Layout:
     Raises:
         ValueError: the native engine cannot run the model exactly; says why and which engine to use.
     """
-    if (reason := prompt_learning_adapter(model)) is not None:
+    if (reason := unreproducible_adapter(model)) is not None:
         raise ValueError(reason)
     layout = _layout_or_reason(model)
     if isinstance(layout, str):

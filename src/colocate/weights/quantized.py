@@ -29,6 +29,18 @@ def compute_dtype(linear: Any) -> torch.dtype:
     return linear.compute_dtype or _state(linear).dtype
 
 
+def is_repacked(linear: Any) -> bool:
+    """Whether bitsandbytes has re-packed the weight for inference on a CPU, which has no gradient."""
+    state = getattr(linear.weight, "quant_state", None) or linear.quant_state
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def keep_packing(linear: Any) -> None:
+    """Keep bitsandbytes from re-packing the weight in a forward pass in evaluation mode."""
+    if hasattr(linear, "support_avx512bf16_for_cpu"):
+        linear.support_avx512bf16_for_cpu = False
+
+
 def dequantize(linear: Any, out: Tensor | None = None) -> Tensor:
     """The weight of a 4-bit linear layer, as bitsandbytes multiplies with it: code * scale, rounded once.
 
@@ -75,7 +87,7 @@ def _state(linear: Any) -> Any:
             "A 4-bit linear layer has not been quantised: bitsandbytes does that when the layer is moved to "
             "its device. Move the model there first (`model.to(device)`)."
         )
-    if getattr(state, "packing_format_for_cpu", False):
+    if is_repacked(linear):
         raise RuntimeError(
             "bitsandbytes has re-packed a 4-bit weight for inference on this CPU, which rounds its scales. "
             "It does so in a forward pass in evaluation mode: load the model anew, and call model.train() "
