@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +32,16 @@ MAX_LEN = 100
 LONG = "a b" * 1_000_000
 
 
-def read(reading: Readers, *work: Any, timeout_s: float = 60.0) -> list[Any]:
-    """What several bodies' work returns, or the class of what it raises, all read at the same time."""
+def read(reading: Readers, *work: Any, limits_s: Sequence[float] = ()) -> list[Any]:
+    """What several bodies' work returns, or the class of what it raises, all read at the same time.
+
+    Args:
+        limits_s: for how long the first ones are awaited.
+    """
 
     async def main() -> list[Any]:
-        jobs = (asyncio.wait_for(reading.read(one), timeout_s) for one in work)
+        limits = zip_longest(work, limits_s, fillvalue=60.0)
+        jobs = (asyncio.wait_for(reading.read(one), limit_s) for one, limit_s in limits)
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     return [type(value) if isinstance(value, Exception) else value for value in asyncio.run(main())]
@@ -42,7 +49,7 @@ def read(reading: Readers, *work: Any, timeout_s: float = 60.0) -> list[Any]:
 
 def test_nobody_waits_for_a_body_that_does_not_come_to_an_end():
     reading, end = Readers(2, late_s=1000), threading.Event()
-    results = read(reading, lambda: end.wait(100) and "stuck", *([lambda: 1] * 20), timeout_s=0.5)
+    results = read(reading, lambda: end.wait(100) and "stuck", *([lambda: 1] * 20), limits_s=[0.5])
     assert results == [TimeoutError, *([1] * 20)]
     assert read(reading, lambda: 1 / 0, lambda: 2) == [ZeroDivisionError, 2]
     end.set()
@@ -51,35 +58,51 @@ def test_nobody_waits_for_a_body_that_does_not_come_to_an_end():
 
 def test_what_nobody_waits_for_any_more_is_not_done():
     reading, end, done = Readers(1, late_s=1000), threading.Event(), []
-    assert read(reading, lambda: end.wait(100), lambda: done.append(1), timeout_s=0.2) == [TimeoutError] * 2
+    work = (lambda: end.wait(100), lambda: done.append(1))
+    assert read(reading, *work, limits_s=[0.2, 0.2]) == [TimeoutError] * 2
     end.set()
     assert read(reading, lambda: 3) == [3] and done == []
     reading.close()
 
 
+class Stuck:
+    """Work that has begun, and ends when it is let."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.end = threading.Event(), threading.Event()
+
+    def __call__(self) -> bool:
+        self.has_begun.set()
+        return self.end.wait(100)
+
+    async def begin(self, reading: Readers) -> asyncio.Task[bool]:
+        task = asyncio.create_task(reading.read(self))
+        while not self.has_begun.is_set():
+            await asyncio.sleep(0.001)
+        return task
+
+
 def test_bodies_are_late_while_no_reader_is_free(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(readers, "time", SimpleNamespace(monotonic=lambda: now_s[0]))  # not asyncio's
-    reading, ends = Readers(2, late_s=10), [threading.Event(), threading.Event()]
+    reading, first, second = Readers(2, late_s=10), Stuck(), Stuck()
 
     async def main() -> None:
-        first = asyncio.create_task(reading.read(ends[0].wait))
-        await asyncio.sleep(0.01)
+        tasks = [await first.begin(reading)]
         now_s[0] += 50
         assert reading.delay_s == 0, "the other one is free"
-        second = asyncio.create_task(reading.read(ends[1].wait))
-        await asyncio.sleep(0.01)
+        tasks.append(await second.begin(reading))
         now_s[0] += 9
         assert reading.delay_s == 0
         now_s[0] += 2
         assert reading.delay_s == 11
         waiting = asyncio.create_task(reading.read(lambda: 3))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         now_s[0] += 20
         assert reading.delay_s == 31
-        for end in ends:
-            end.set()
-        assert await first and await second and await waiting == 3
+        for stuck in (first, second):
+            stuck.end.set()
+        assert await asyncio.gather(*tasks, waiting) == [True, True, 3]
         assert reading.delay_s == 0
 
     asyncio.run(main())
