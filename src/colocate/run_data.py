@@ -106,6 +106,7 @@ class RunData:
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         run = self.run
+        assert run.model_name_or_path is not None, "a run file names its model"
         with naming_damage(run.model_name_or_path, run.model_revision):
             return AutoTokenizer.from_pretrained(
                 run.model_name_or_path,

@@ -208,7 +208,7 @@ def load_model(
                 f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}"
             ) from error
         check_complete(model, report)
-    return loaded
+        return loaded
 
 
 def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
