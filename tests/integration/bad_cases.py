@@ -55,7 +55,9 @@ class Case:
             named = all(any(part in str(error) for part in one.split("|")) for one in self.must_name)
             is_clear = named and len(str(error)) < self.longest_error
             return "clear" if is_clear else "raw", f"{type(error).__name__}: {error}"
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             return "raw", f"{type(error).__name__}: {error}"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -123,7 +123,8 @@ class _Fields:
         return value
 
     def integers(self, name: str, least: int, most: int) -> list[int]:
-        value = self._content.get(name) or []
+        value = self._content.get(name)
+        value = [] if value is None else value
         is_list = isinstance(value, list) and all(type(number) is int for number in value)
         if not is_list or (value and not least <= min(value) <= max(value) <= most):
             raise Refused(400, f"{name} must be a list of whole numbers from {least} to {most}.")
