@@ -6,6 +6,7 @@ function that a stub engine gives to ours. All the rest of TRL is TRL's.
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import trl
 import trl.trainer.grpo_trainer
+from peft import LoraConfig, PeftConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback
 
 import colocate
@@ -67,10 +69,15 @@ def make_either(
     callbacks=(),
     train_dataset=None,
     eval_dataset=None,
+    adapter=None,
     **options,
 ):
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    if adapter is not None:
+        torch.manual_seed(0)
+        model = get_peft_model(model, adapter)
     return package.GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(model_dir),
+        model,
         reward_funcs=[reward_func],
         args=package.GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
         train_dataset=sums() if train_dataset is None else train_dataset,
@@ -149,14 +156,33 @@ CASES = {
     "temperature": dict(temperature=0.7, num_iterations=2),
     "no-clipping": dict(max_grad_norm=-1.0),
 }
+EMBEDDING_ADAPTERS: dict[str, PeftConfig] = {
+    "embed_tokens": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
+    "trainable_token_indices": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[7, 8, 9]),
+    "TrainableTokensConfig": TrainableTokensConfig(token_indices=[7, 8, 9]),
+}
+CASES |= {
+    name: dict(adapter=adapter, num_iterations=2, learning_rate=1e-2)
+    for name, adapter in EMBEDDING_ADAPTERS.items()
+}
 AVERAGED_DIFFERENTLY = ("entropy", "clip_ratio/", "policy_loss")
 """Of a step of several micro-batches TRL averages the averages; here every token counts once."""
+
+
+def _check_saved(ours, model_dir, directory) -> None:
+    """An adapter that is saved and loaded again has the weights that were trained."""
+    ours.save_model(str(directory))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), directory)
+    expected = weights_of(ours.model)
+    assert all(torch.equal(p, expected[name]) for name, p in weights_of(loaded).items())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, name):
     options = CASES[name]
-    theirs, ours = (make(tmp_path, model_dir, **options) for make in (their_trainer, our_trainer))
+    theirs, ours = (
+        make(tmp_path, model_dir, **copy.deepcopy(options)) for make in (their_trainer, our_trainer)
+    )
     initial = weights_of(theirs.model)
     with_scripted_completions(theirs, ours)
     train_theirs(theirs, ours.args.seed)
@@ -171,6 +197,8 @@ def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, na
     # Adam's first steps divide a gradient by its own size: one that is nearly 0 decides by its rounding.
     assert error.abs().max() < 1e-2 * moved.abs().max(), name
     assert error.norm() < 1e-4 * moved.norm()
+    if "adapter" in options:
+        _check_saved(ours, model_dir, tmp_path / "saved")
 
     is_accumulated = options.get("gradient_accumulation_steps", 1) > 1
     assert len(theirs.state.log_history) == len(ours.state.log_history)

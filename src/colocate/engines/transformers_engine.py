@@ -22,7 +22,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import unreproducible_adapter
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import causal_lm, num_embeddings
 
 
 class TransformersEngine(TurnEngine):
@@ -71,7 +71,7 @@ class TransformersEngine(TurnEngine):
         longest = longest_context(self._base.config)
         self._max_len = longest.num_tokens or sys.maxsize
         self._max_len_reason = longest.reason
-        self._vocab_size = self._base.get_input_embeddings().num_embeddings
+        self._vocab_size = num_embeddings(self._base)
         self._pad_token_id = pad_token_id
         self._generation_kwargs = dict(generation_kwargs or {})
         self._max_num_seqs = max(1, max_num_seqs // self._generation_kwargs.get("num_beams", 1))

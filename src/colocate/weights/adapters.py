@@ -214,6 +214,11 @@ def why_not_reproduced(config: Any) -> str | None:
             f"an activated LoRA ({name} with alora_invocation_tokens), whose wrapper looks for these tokens "
             "in every prompt; no rollout engine reproduces that. Drop alora_invocation_tokens."
         )
+    if getattr(config, "layer_replication", None):
+        return (
+            f"a {name} with layer_replication, which makes a deeper model, of layers that share weights, "
+            "than its configuration describes (layer_types). Drop layer_replication."
+        )
     if config.peft_type == "LILY":
         return (
             f"a {name}, which mixes its experts by the mean over all tokens of a batch: a token's "

@@ -174,6 +174,15 @@ def causal_lm(model: nn.Module) -> Any:
     return get_base_model() if get_base_model is not None else model
 
 
+def num_embeddings(model: nn.Module) -> int:
+    """The number of tokens that the whole model embeds, inside PEFT's wrapper of the embedding or not."""
+    embedding = base_linear(causal_lm(model).get_input_embeddings())
+    # PEFT's copies of an embedding (`modules_to_save`, trainable tokens) keep it in other places.
+    inside = getattr(embedding, "token_adapter", None)
+    embedding = base_linear(inside) if inside is not None else embedding
+    return int(getattr(embedding, "original_module", embedding).num_embeddings)
+
+
 def body(model: nn.Module) -> Any:
     """The model without its head: the module whose `last_hidden_state` the head reads."""
     lm = causal_lm(model)

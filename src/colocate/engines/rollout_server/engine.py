@@ -41,7 +41,7 @@ from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import num_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class RolloutServerEngine(TurnEngine):
         self._server_timeout_s = server_timeout_s
         self._request_timeout_s = request_timeout_s
         self._reported = self._report_in(PROCESSED)
-        self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings
+        self._vocab_size = num_embeddings(model)
         self._patience = patience
         self._client = HttpClient(
             base_url,

@@ -32,7 +32,7 @@ from colocate.engines.vllm.logprobs_mode import ReportedLogprobs
 from colocate.parallel.verdict import PeerError, Peers, first_line
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, why_not_publishable
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import num_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class TRTLLMEngine(TurnEngine):
         self._group, self._everyone, self._memory = group, everyone, memory
         self._bucket_bytes = bucket_bytes
         self._max_len, self._max_len_reason = max_len, f"TensorRT-LLM's max_seq_len = {max_len}"
-        self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._vocab_size = num_embeddings(model)
         self._weight_bytes = all_bytes(model) // group.size
         self._tickets: dict[int, int] = {}
         """Sequences whose turns are under way, by the tickets of their requests."""

@@ -50,7 +50,7 @@ from colocate.memory import garbage
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
-from colocate.weights.layouts import causal_lm, layout_for
+from colocate.weights.layouts import causal_lm, layout_for, num_embeddings
 from colocate.weights.shared_views import fuse_parameters
 from colocate.weights.weight_parts import whole_tensor
 
@@ -365,7 +365,7 @@ class VLLMEngine(TurnEngine):
         self.shares_weights = bool(self._source.shared)
         self._max_len = internals.max_model_len(self._llm)
         self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
-        self._vocab_size = self._base.get_input_embeddings().num_embeddings
+        self._vocab_size = num_embeddings(self._base)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
         self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
         self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
