@@ -148,7 +148,9 @@ def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
     if update.has_signal:  # else training has needed less than it will need
         run.handover.learn(record["memory"])
     run.policy.learn(record["memory"], update)
-    run.journal.end_step(metrics, record)
+    # Advantages are on the device: they are asked for only where it matters.
+    has_advantages = metrics["grad_norm"] == 0 and any(sample.has_advantage for sample in samples)
+    run.journal.end_step(metrics, record, has_advantages=has_advantages)
     if run.args.sync_ref_model and run.journal.state.global_step % run.args.ref_model_sync_steps == 0:
         run.policy.sync_reference(run.args.ref_model_mixup_alpha)
     if update.skipped:

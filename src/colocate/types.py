@@ -152,6 +152,11 @@ class Sample:
     these tokens in training, instead of the prompt with all of the group."""
 
     @property
+    def has_advantage(self) -> bool:
+        """Whether a token that counts in the loss has an advantage other than 0."""
+        return bool((self.completion_mask * self.advantage).any()) and self.loss_weight != 0
+
+    @property
     def shared_key(self) -> object:
         """Samples with an equal key begin with the same `num_shared` tokens; None: shared with no other."""
         return self.prompt_key if self.fork is None else self.fork

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import TrainableTokensConfig
 
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.learning_watch import NUM_COMPLETIONS, NUM_ROLLOUTS, LearningWatch
 from colocate.reporting.report import write_report
-from tiny import count_digits, make_trainer
+from tiny import count_digits, logged, make_trainer
 
 
 def table(**rewards):
@@ -161,3 +162,34 @@ def test_a_resumed_run_counts_on_and_repeats_nothing(tmp_path):
         assert (
             f"For {NUM_ROLLOUTS} rollouts (40 completions) every reward was 0" in json.loads(line)["warning"]
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "correction", "cause"),
+    [
+        # The pad token does not occur.
+        (
+            {"peft_config": TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[0])},
+            False,
+            "no part in",
+        ),
+        ({}, True, "every completion the weight 0"),
+        ({}, False, None),
+    ],
+    ids=["trained tokens that do not occur", "everything masked", "a gradient"],
+)
+def test_a_gradient_of_0_in_spite_of_advantages_is_said_once(tmp_path, options, correction, cause):
+    trainer = make_trainer(tmp_path, max_steps=3, **options)
+    if correction:  # of log-probs that are off by 2 nats per token
+        generate = trainer.engine.generate
+        trainer.engine.generate = lambda *request: [
+            replace(c, logprobs=tuple(x - 2 for x in c.logprobs)) for c in generate(*request)
+        ]
+    trainer.train()
+    assert (max(logged(trainer, "grad_norm")) == 0) is (cause is not None)
+    if cause is None:
+        assert not (tmp_path / "warnings.jsonl").exists()
+    else:
+        (line,) = (tmp_path / "warnings.jsonl").read_text().splitlines()
+        warning = json.loads(line)["warning"]
+        assert "gradient of this step is exactly 0" in warning and cause in warning

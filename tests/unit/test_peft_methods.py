@@ -135,6 +135,12 @@ def test_a_method_of_the_wrapper_or_of_every_step_is_refused_by_name(kind):
         add_adapter(make_model("llama"), config)
 
 
+def test_replicated_layers_are_refused_by_name():
+    config = LoraConfig(target_modules=TARGETS, layer_replication=[(0, 2), (1, 2)])
+    with pytest.raises(ValueError, match="layer_replication"):
+        add_adapter(make_model("llama"), config)
+
+
 def alora() -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", target_modules=TARGETS, alora_invocation_tokens=[5, 6])
 

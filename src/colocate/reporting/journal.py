@@ -264,13 +264,18 @@ class Journal:
         if self._run_log is not None:
             self._run_log.log_warning(self.state.global_step + 1, redacted(text))
 
-    def end_step(self, metrics: dict[str, float], timeline: dict[str, Any]) -> None:
+    def end_step(
+        self, metrics: dict[str, float], timeline: dict[str, Any], *, has_advantages: bool = False
+    ) -> None:
         """Count an optimizer step and let the callbacks decide what follows it.
 
         Args:
             metrics: the metrics of the step, over all ranks.
             timeline: what `Timeline.drain` returned.
+            has_advantages: whether this rank's part of the step had advantages other than 0.
         """
+        for text in self._learning_watch.look_at_step(metrics, has_advantages=has_advantages):
+            self.warn(text)
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self._steps_per_epoch
         step, phases = self.state.global_step, timeline["phases"]

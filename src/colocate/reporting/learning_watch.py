@@ -76,6 +76,43 @@ class LearningWatch:
                 warnings.append(f"{lasted}\n{_sample(table)}")
         return warnings
 
+    def look_at_step(self, metrics: Mapping[str, float], *, has_advantages: bool) -> list[str]:
+        """The warnings that an optimizer step gives reason for.
+
+        Args:
+            metrics: the metrics of the step.
+            has_advantages: whether it had tokens with an advantage other than 0.
+        """
+        is_zero = metrics["grad_norm"] == 0 and not metrics.get("skipped_updates", 0.0)
+        if not (is_zero and has_advantages) or "zero gradient" in self._said:
+            return []
+        self._said.add("zero gradient")
+        return [_zero_gradient(metrics)]
+
+
+def _zero_gradient(metrics: Mapping[str, float]) -> str:
+    """Say that nothing was learned from a step that had advantages, and why that may be."""
+    if metrics.get("sampling/importance_sampling_ratio/max") == 0:
+        cause = (
+            "The importance-sampling correction has given every completion the weight 0: policy and engine "
+            "differ by more than vllm_importance_sampling_clip_max allows "
+            "(sampling/sampling_logp_difference/mean is "
+            f"{metrics.get('sampling/sampling_logp_difference/mean', math.nan):.3g} nats per token). See "
+            "whether the engine has the run's weights and precision."
+        )
+    elif metrics.get("clip_ratio/region_mean", 0.0) >= 1:
+        cause = "Every token's ratio is clipped (clip_ratio/region_mean): lower learning_rate."
+    else:
+        cause = (
+            "The parameters that are trained may have no part in the log-probs: an adapter that the model's "
+            "forward pass goes around, tokens that did not occur (trainable_token_indices), experts that "
+            "were not reached, or a layer that lets no gradient through. See whether a plain LoRA has one."
+        )
+    return (
+        "The gradient of this step is exactly 0, although its advantages are not: nothing was learned from "
+        f"it. {cause}"
+    )
+
 
 def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[tuple[str, str]]:
     """What is wrong with a rollout, by a name that stays the same, and in words; of several reasons for one
