@@ -50,6 +50,7 @@ from colocate.policy.trainable import check_trainable
 from colocate.policy.trained_weights import check_trained_weights
 from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
+from colocate.reporting.work_counts import WorkCounts
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
 from colocate.run_engine import build_engine, context_length, sampling_params
@@ -100,10 +101,10 @@ def build_run(
     planner = planner_for(model, args, sharding_of(args, mesh, splits_optimizer=optimizer.is_split))
     engine = build_engine(model, args, accelerator, sampling, mesh)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
-    timeline = build_timeline(device, model, optimizer, engine, journal)
-    handover = Handover(engine)
-    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh)
-    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing)
+    timeline, handover = build_timeline(device, model, optimizer, engine, journal), Handover(engine)
+    engine.counts = counts = journal.progress.counts
+    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh, counts)
+    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing, counts)
     requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing, rewards.names)
     entropy = entropy_controller(args)
     return Run(
@@ -175,6 +176,7 @@ def build_policy(
     handover: Handover,
     timeline: Timeline,
     mesh: Mesh,
+    counts: WorkCounts,
 ) -> Policy:
     return Policy(
         model,
@@ -188,6 +190,7 @@ def build_policy(
         router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
         remedies=[handover.take_back],
         mesh=mesh,
+        counts=counts,
         mark_memory=timeline.mark,
     )
 
@@ -309,7 +312,12 @@ def entropy_controller(args: GRPOConfig) -> EntropyController:
 
 
 def build_rewards(
-    reward_funcs: Any, tokenizers: Any, args: GRPOConfig, device: torch.device, playing: Playing
+    reward_funcs: Any,
+    tokenizers: Any,
+    args: GRPOConfig,
+    device: torch.device,
+    playing: Playing,
+    counts: WorkCounts,
 ) -> RewardFunctions:
     """The reward functions of the user, and behind them those of environments, each of which has weight 1.
 
@@ -332,6 +340,7 @@ def build_rewards(
         chat_template_kwargs=args.chat_template_kwargs,
         model_init_kwargs={"trust_remote_code": args.trust_remote_code},
         timeout_s=args.reward_timeout_s,
+        counts=counts,
     )
     for model in rewards.models:
         model.to(device)

@@ -30,7 +30,7 @@ def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[st
     check_finite_weights(run.policy, run.args, "evaluation")
     start_s = time.time()
     rows = list(with_prompts(dataset, run.playing))
-    with run.timeline.phase("evaluate"), run.playing.tools_at_work():
+    with run.journal.progress, run.timeline.phase("evaluate"), run.playing.tools_at_work():
         metrics = _metrics(run, rows)
     metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
     num_steps = math.ceil(len(rows) / (run.args.eval_batch_size * run.args.world_size))

@@ -170,6 +170,7 @@ def save(run: Run) -> Path:
     directory = output_dir / f"checkpoint-{state.global_step}"
     is_main = run.accelerator.is_main_process
     with sealed.writing(directory, is_main=is_main, gather=gather_object) as unsealed:
+        _count_bytes(run, unsealed)
         write_model(run, unsealed)
         run.best.note_saving(state, directory)
         run.journal.note_callbacks()
@@ -185,6 +186,18 @@ def save(run: Run) -> Path:
     if is_main:
         sealed.rotate(output_dir, run.args.save_total_limit, state.best_model_checkpoint, written=directory)
     return directory
+
+
+def _count_bytes(run: Run, directory: Path) -> None:
+    """Have the display tell how much of a checkpoint is written."""
+    counts = run.journal.progress.counts
+    counts.begin("MB", round(sum(_checkpoint_bytes(run).values()) / 1e6))
+
+    def written() -> dict[str, int]:
+        files = (path for path in directory.rglob("*") if path.is_file())
+        return {"MB": round(sum(path.stat().st_size for path in files) / 1e6)}
+
+    counts.measure(written)
 
 
 @watched(lambda run: "in load_checkpoint()")

@@ -45,6 +45,7 @@ from colocate.engines.native.sampler import process_logits
 from colocate.engines.pool import EnginePool
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, RAW, tells_policys
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import causal_lm
 from native_replica import NativeReplica
@@ -683,6 +684,38 @@ def test_progress_is_the_beginning_of_what_a_turn_will_be(open_engine):
     assert ended.keys() == set(numbers)
     open_engine.abort(numbers)
     assert open_engine.progress(10**6) == ((), None)
+
+
+class Noted(WorkCounts):
+    """Counts that remember how many tokens there were after each addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def add(self, what, number=1):
+        super().add(what, number)
+        self.seen.append(self.done("tokens"))
+
+
+def test_work_is_counted_while_it_is_done(engine):
+    engine.counts = counts = Noted()
+    drawn = generate(engine, lengths := [4, 7, 2], 2, max_tokens=9)
+    num_tokens = sum(len(completion.token_ids) for completion in drawn)
+    # Engines of several processes count what they draw together.
+    assert counts.done("tokens") >= num_tokens and counts.done("completions") >= 2 * len(lengths)
+    assert counts.share() == 1.0 and "tokens" in counts.words() and "completions" in counts.words()
+    if isinstance(engine, (NativeEngine, TransformersEngine)):  # others answer for whole turns
+        assert len({tokens for tokens in counts.seen if 0 < tokens < num_tokens}) > 1
+
+
+def test_turns_are_counted_too(open_engine):
+    open_engine.counts = counts = Noted()
+    open_engine.submit(make_prompts([4, 7], 2), SamplingParams(9))
+    ended: dict[int, Completion] = {}
+    while open_engine.is_busy:
+        ended |= open_engine.poll()
+    assert counts.words() == f"{sum(len(turn.token_ids) for turn in ended.values())} tokens"
 
 
 def test_a_generate_in_between_leaves_open_sequences_alone(open_engine):

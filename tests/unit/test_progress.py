@@ -3,6 +3,8 @@
 import io
 import re
 import sys
+import threading
+import time
 import types
 
 from rich.console import Console, ConsoleDimensions
@@ -41,6 +43,40 @@ def test_progress_prints_one_plain_line_per_step_without_a_terminal():
     assert len(lines) == 3 and "\x1b" not in "".join(lines)
     assert [line.split(" |")[0] for line in plain_output(logging_steps=2)] == ["step 2/4"]
     assert plain_output(is_main_process=False) == []
+
+
+def test_a_log_is_never_quiet_for_long():
+    console = Console(file=io.StringIO(), width=40)
+    with Progress(console=console, total=10, quiet_s=0.02) as progress:
+        progress.set_phase("rollout")
+        progress.counts.begin("completions", 32)
+        progress.counts.add("completions", 3)
+        until_s = time.monotonic() + 30
+        while console.file.getvalue().count("in step") < 2 and time.monotonic() < until_s:
+            time.sleep(0.005)
+    lines = console.file.getvalue().splitlines()
+    assert re.fullmatch(
+        r"in step 1/10 \| rollout 0 s, 3 of 32 completions \| ETA about 0:00:0\d for rollouts alone", lines[1]
+    )
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_a_panel_tells_how_far_the_first_rollout_is_and_when_the_run_will_end():
+    progress = Progress(console=Console(file=io.StringIO(), width=100, force_terminal=True), total=10)
+    progress.begin(4)
+    with progress, progress:  # an evaluation is shown on its own, and within a run
+        progress.set_phase("rollout")
+        progress.counts.begin("tokens", 4096, is_limit=True)
+        progress.counts.add("tokens", 1024)
+        progress._estimate._begun_s = progress._estimate._since_s = time.monotonic() - 100
+        text = "\n".join(panel_of(progress, 99, 24))
+        assert "step 4/10" in text and "done      1,024 of at most 4,096 tokens" in text
+        assert "ETA about 0:38:20 for rollouts alone" in text  # 6 x 400 s, of which 100 have passed
+        assert "ETA" in panel_of(progress, 59, 24)[0] and len(panel_of(progress, 59, 24)[0]) <= 59
+        progress.set_phase("")
+        progress.update(5, 10, record_of(5))
+        progress._end_s -= 4
+        assert "ETA 0:00:06" in panel_of(progress, 99, 24)[0]  # it goes down between steps
 
 
 def test_phases_that_not_every_step_has_count_in_the_step_time():

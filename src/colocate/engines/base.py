@@ -12,6 +12,7 @@ from torch import Tensor
 
 from colocate.engines.requests import check_no_tensors, check_requests, check_token_ids
 from colocate.memory.timeline import NOTHING_POOLED, PooledBytes
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -31,6 +32,9 @@ class RolloutEngine(Protocol):
     """Version of the weights the next `generate` uses; stamped on every completion."""
     pooled_bytes: PooledBytes
     """Memory that the engine maps itself and PyTorch's allocator counts as its own; it never changes."""
+    counts: WorkCounts
+    """Where the engine counts tokens as it draws them, and in `generate` completions; a run puts its own in
+    place."""
     num_restarts: int
     """How often the process that generates was lost and came back: a vLLM server's; 0 for other engines."""
 
@@ -164,9 +168,32 @@ class BaseEngine:
     policy_version = 0
     _is_awake = False
     _is_closed = False
+    _counts: WorkCounts | None = None
     _max_len: int
     _max_len_reason: str
     _vocab_size: int
+
+    @property
+    def counts(self) -> WorkCounts:
+        if self._counts is None:
+            self._counts = WorkCounts()
+        return self._counts
+
+    @counts.setter
+    def counts(self, counts: WorkCounts) -> None:
+        self._counts = counts
+
+    def _count_requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        """Begin to count what a `generate` has to do."""
+        limits = [limit for prompt in prompts for limit in prompt.limits(sampling.max_tokens)]
+        self.counts.begin("tokens", sum(limits), is_limit=True)
+        self.counts.begin("completions", len(limits))
+
+    def _count_ended(self, completions: Iterable[Completion]) -> None:
+        """Count completions whose tokens were not counted as they were drawn."""
+        for completion in completions:
+            self.counts.add("tokens", len(completion.token_ids))
+            self.counts.add("completions")
 
     @property
     def max_len(self) -> int:

@@ -145,6 +145,7 @@ class EnginePool(TurnEngine):
             RuntimeError: no engine is left, or a sequence was lost `MAX_LOSSES` times.
         """
         self._check(prompts, sampling)
+        self._count_requests(prompts, sampling)
         call = next(self._num_calls)
         waiting: dict[Hashable, Turn] = {}
         for prompt in prompts:
@@ -156,6 +157,7 @@ class EnginePool(TurnEngine):
                 for key, completion in self._advance(waiting, sampling).items():
                     del waiting[key]
                     completions[key] = completion
+                    self._count_ended([completion])
         finally:
             self._forget(keys)
         return [completions[key] for key in keys]

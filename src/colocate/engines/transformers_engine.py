@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from colocate.engines.batching import PADDED, batches, choose_batching
 from colocate.engines.float32_weights import in_float32
@@ -18,6 +18,7 @@ from colocate.engines.logprob_noise import rounding_of
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import derived_seed
 from colocate.engines.turns import Turn, TurnEngine
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import unreproducible_adapter
 from colocate.weights.context_length import longest_context
@@ -54,6 +55,7 @@ class TransformersEngine(TurnEngine):
     """
 
     # `kv_cache_bytes` stays 0, because `generate` makes and drops its cache within each batch.
+    _counts_each_token = True
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class TransformersEngine(TurnEngine):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`."""
         self._check(prompts, sampling)
+        self._count_requests(prompts, sampling)
         requests = [
             (prompt, sample, limit)
             for prompt in prompts
@@ -88,6 +91,7 @@ class TransformersEngine(TurnEngine):
         completions: dict[int, Completion] = {}
         for generated in self._batch_by_batch(requests, sampling):
             completions.update(generated)
+            self.counts.add("completions", len(generated))
         return [completions[index] for index in range(len(requests))]
 
     def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
@@ -108,7 +112,7 @@ class TransformersEngine(TurnEngine):
         for batch in batches(lengths, self._batching or PADDED, self._max_num_seqs):
             chosen = [requests[index] for index in batch]
             with torch.no_grad(), _set_up_for_generation(self._base):
-                generated = self._generate_batch(chosen, sampling, self._generation_kwargs)
+                generated = self._generate_batch(chosen, sampling, self._generation_kwargs, self.counts)
             yield dict(zip(batch, generated, strict=True))
 
     @property
@@ -156,7 +160,9 @@ class TransformersEngine(TurnEngine):
             return logits.float().log_softmax(dim=-1).gather(1, drawn)[:, 0].cpu()
 
         return choose_batching(
-            lambda prompts: self._generate_batch([(prompt, 0, 4) for prompt in prompts], sampling, {}),
+            lambda prompts: self._generate_batch(
+                [(prompt, 0, 4) for prompt in prompts], sampling, {}, WorkCounts()
+            ),
             score,
             vocab_size=len(embedding),
             rounding=rounding_of(embedding.dtype, embedding.device),
@@ -168,6 +174,7 @@ class TransformersEngine(TurnEngine):
         requests: Sequence[tuple[Prompt, int, int]],
         sampling: SamplingParams,
         generation_kwargs: Mapping[str, Any],
+        counts: WorkCounts,
     ) -> list[Completion]:
         """Complete each request, a (prompt, number in its group, largest number of tokens)."""
         device = self._base.get_input_embeddings().weight.device
@@ -189,6 +196,7 @@ class TransformersEngine(TurnEngine):
                 input_ids,
                 attention_mask=attention_mask,
                 logits_processor=[] if generation_kwargs else [draw],
+                stopping_criteria=[_CountTokens(counts, limits, sampling.stop_token_ids)],
                 synced_gpus=False,  # weights are whole here, and ranks have other numbers of batches
                 generation_config=GenerationConfig(
                     max_new_tokens=max(limits),
@@ -245,6 +253,37 @@ class _DrawTokens(LogitsProcessor):
                 self._seen[row, torch.tensor(prompt.token_ids, device=scores.device)] = True
         else:
             self._seen.scatter_(1, input_ids[:, -1:], True)
+
+
+class _CountTokens(StoppingCriteria):
+    """Counts the tokens of rows that have not ended, and never stops any.
+
+    It is asked where `model.generate` is about to wait for the device in any case.
+
+    Args:
+        limits: the largest number of tokens of each request.
+    """
+
+    def __init__(self, counts: WorkCounts, limits: Sequence[int], stop_token_ids: Sequence[int]) -> None:
+        self._counts = counts
+        self._limits = torch.tensor(limits)
+        self._stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64)
+        self._num_drawn = 0
+        self._is_going: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        none = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        if self._is_going is None:
+            num_rows = len(input_ids) // len(self._limits)  # several with beams, of which one is kept
+            self._every = num_rows
+            self._limits = self._limits.repeat_interleave(num_rows).to(input_ids.device)
+            self._stop_token_ids = self._stop_token_ids.to(input_ids.device)
+            self._is_going = ~none
+        self._counts.add("tokens", int(self._is_going.sum()) // self._every)
+        self._num_drawn += 1
+        stops = torch.isin(input_ids[:, -1], self._stop_token_ids)
+        self._is_going = self._is_going & ~stops & (self._num_drawn < self._limits)
+        return none
 
 
 def _drawing(sampling: SamplingParams) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class TurnEngine(BaseEngine):
     is a longer prompt. A subclass writes `generate`, and `_draw` where some turns can end before others.
     """
 
+    _counts_each_token = False
+    """Whether tokens are counted as they are drawn; otherwise `poll` counts those of whole turns."""
+
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`."""
@@ -85,6 +88,8 @@ class TurnEngine(BaseEngine):
             return {}
         assert ledger.sampling is not None
         ended = self._draw(ledger.waiting, ledger.sampling)
+        if not self._counts_each_token:
+            self.counts.add("tokens", sum(len(completion.token_ids) for completion in ended.values()))
         for number, completion in ended.items():
             turn = ledger.waiting.pop(number)
             turn.tokens += completion.token_ids

@@ -181,7 +181,10 @@ class AgentPlayer:
                 future.add_done_callback(lambda _: self._driver.wake())
                 futures.append(future)
             until_s = self._latest_end_s(len(futures))
-            while not all(future.done() for future in futures):
+            counts = self._engine.counts
+            counts.begin("episodes", len(futures))
+            while num_left := sum(not future.done() for future in futures):
+                counts.leave("episodes", num_left)
                 self._driver.advance(LONGEST_WAIT_S)
                 if time.monotonic() > until_s:
                     raise RuntimeError(self._why_blocked())

@@ -128,8 +128,12 @@ class EpisodePlayer:
     def finish(self, begun: list[_Play]) -> list[Episode]:
         """Go on, with all episodes that were begun, until those of one request are over, and return these."""
         self._shown = begun
-        while any(play.number is not None for play in begun):
+        counts = self._engine.counts
+        counts.begin("episodes", len(begun))
+        while num_left := sum(play.number is not None for play in begun):
+            counts.leave("episodes", num_left)
             self._advance()
+        counts.leave("episodes", 0)
         return [_finished(play) for play in begun]
 
     def stop(self) -> None:
@@ -146,7 +150,9 @@ class EpisodePlayer:
             assert isinstance(key, int), "calls are started under the numbers of sequences"
             self._answer(key, results)
         if not self._engine.is_busy and self._runner.has_work:
+            self._engine.counts.at_work = "waiting for tools"
             self._runner.wait(LONGEST_WAIT_S)
+            self._engine.counts.at_work = ""
 
     def _plays_of(self, request: RolloutRequest) -> list[_Play]:
         """The episodes of a request, each with an environment that has been reset, if there are any."""
@@ -200,6 +206,7 @@ class EpisodePlayer:
         play.node = play.episode.add(play.node, play.given_ids, completion)
         play.num_tokens += len(completion.token_ids)
         play.num_turns += 1
+        self._engine.counts.add("turns")
         message = self._renderer.parse(completion.token_ids, play.given_ids, play.toolbox.schemas)
         play.messages.append(message)
         calls = play.toolbox.calls(message)

@@ -45,8 +45,12 @@ class Player:
 
     def finish(self, begun: Begun) -> list[Episode]:
         """Generate until a request that was begun is completed, and return its episodes as `play` does."""
-        while any(number not in self._ended for number in begun.numbers):
+        counts = self._engine.counts
+        counts.begin("completions", len(begun.numbers))
+        while num_left := sum(number not in self._ended for number in begun.numbers):
+            counts.leave("completions", num_left)
             self._ended.update(self._engine.poll())
+        counts.leave("completions", 0)
         return _episodes(begun.request, [self._ended.pop(number) for number in begun.numbers])
 
     def stop(self) -> None:

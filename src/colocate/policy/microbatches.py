@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from colocate.types import Sample
 
 def for_each(
     stack: DecoderStack | None,
-    microbatches: list[list[int]],
+    microbatches: Iterable[list[int]],
     work: Callable[[list[int]], None],
     *,
     has_backward: bool,

@@ -33,6 +33,7 @@ from colocate.policy.step_plan import StepPlan
 from colocate.policy.trainable import check_trainable
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import is_fully_sharded, run_gathered
@@ -107,6 +108,7 @@ class Policy:
             before the plan is made smaller.
         mesh: the ranks that share the weights of a model that holds a part of them (`weights.weight_parts`).
             Their updates, evaluations and log-probs are made together.
+        counts: where micro-batches are counted that have been launched.
         mark_memory: called with the name of the work that has just been launched and the kind of memory that
             is used only while it runs (`Timeline.mark`).
 
@@ -128,6 +130,7 @@ class Policy:
         router_loss_coef: float = 0.0,
         remedies: Sequence[Remedy] = (),
         mesh: Mesh | None = None,
+        counts: WorkCounts | None = None,
         mark_memory: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
@@ -163,7 +166,7 @@ class Policy:
         self._retry_passes = self._retry_together
         if is_fully_sharded(model):
             self._retry = self._retry_passes = _once
-        self._mark_memory = mark_memory
+        self._counts, self._mark_memory = counts or WorkCounts(), mark_memory
         self._host_activations = HostActivations()
         self._stacks = Stacks(
             model,
@@ -240,9 +243,10 @@ class Policy:
         """
         metrics, loss = Metrics(), torch.zeros((), device=self.device)
         size = self._step_size(samples)
-        for indices in self._microbatches(samples, packed=self._runs_packed):
+        microbatches = self._microbatches(samples, packed=self._runs_packed)
+        for indices in self._counts.each("micro-batches", microbatches):
             microbatch = [samples[i] for i in indices]
-            evaluated = self.logprobs(microbatch)
+            evaluated = self._retry(partial(self._evaluate, self.model, microbatch, "evaluation"))
             if not evaluated:
                 continue
             logprobs, entropies = zip(*evaluated, strict=True)
@@ -263,7 +267,8 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self._retry(lambda: self._evaluate(self.model, samples, "evaluation"))
+        counted = "micro-batches of log-probs"
+        return self._retry(partial(self._evaluate, self.model, samples, "evaluation", counted))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -275,7 +280,8 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            results = self._retry(lambda: self._evaluate(model, samples, "reference"))
+            counted = "micro-batches of the reference"
+            results = self._retry(partial(self._evaluate, model, samples, "reference", counted))
             return [logprobs for logprobs, _ in results]
 
     def learn(self, memory: dict[str, Any], update: UpdateResult) -> None:
@@ -370,7 +376,8 @@ class Policy:
                 logprobs.update(zip(indices, part_logprobs, strict=True))
 
             microbatches = self._microbatches(samples, packed=stack is not None)
-            for_each(stack, microbatches, accumulate, has_backward=True)
+            counted = self._counts.each("micro-batches", microbatches)
+            for_each(stack, counted, accumulate, has_backward=True)
         self.optimizer.prepare_reduction()
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
@@ -405,7 +412,10 @@ class Policy:
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 
-    def _evaluate(self, model: nn.Module, samples: Sequence[Sample], use: str) -> list[tuple[Tensor, Tensor]]:
+    def _evaluate(
+        self, model: nn.Module, samples: Sequence[Sample], use: str, counted: str | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Log-probabilities and entropies of every completion; micro-batches are counted under that name."""
         model.eval()
         results: dict[int, tuple[Tensor, Tensor]] = {}
         with self._stacks.open(model, use) as stack:
@@ -417,7 +427,8 @@ class Policy:
                 results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=False))
 
             microbatches = self._microbatches(samples, packed=stack is not None)
-            for_each(stack, microbatches, evaluate, has_backward=False)
+            each = microbatches if counted is None else self._counts.each(counted, microbatches)
+            for_each(stack, each, evaluate, has_backward=False)
         return [results[i] for i in range(len(samples))]
 
     def _go_along(self) -> None:
@@ -454,7 +465,7 @@ class Policy:
             return padded_hidden_states(model, samples)
         packed = stack.pack(samples)
         self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
-        return stack.hidden_states(packed, self.plan.activation_policy)
+        return stack.hidden_states(packed, self.plan.activation_policy, self._counts)
 
     def _logprobs(
         self,

@@ -18,8 +18,9 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.output_head import OutputHead
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
 from colocate.weights.layouts import Layout, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -112,14 +114,22 @@ class DecoderStack:
         layout = layout_for(model)
         return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
-    def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
-        """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
+    def hidden_states(self, pack: Pack, policy: ActivationPolicy, counts: WorkCounts | None = None) -> Tensor:
+        """The normed last hidden states that predict completion tokens, [N, hidden], differentiable.
+
+        Args:
+            counts: where layers are counted, those of the backward pass, too.
+        """
+        counts = counts or WorkCounts()
         x = self.embedded(pack)
         tables = self.rotary_tables(x, pack)
         if not torch.is_grad_enabled():
             policy = "full"  # whose forward holds least
+        num_passes = 2 if torch.is_grad_enabled() else 1
+        counts.begin("layers", num_passes * len(self._layers), is_part=True)
+        context = LayerContext(pack, *tables, policy, note=partial(counts.add, "layers"))
         for index in range(len(self._layers)):
-            x = self.after_layer(index, x, LayerContext(pack, *tables, policy))
+            x = self.after_layer(index, x, context)
         return self.last_states(x, pack)
 
     def embedded(self, pack: Pack) -> Tensor:
@@ -206,6 +216,8 @@ class LayerContext:
     """Seed of the layer's dropout masks, from which `seed_of` makes one for each of its projections."""
     offload: tuple[HostActivations, int] | None = None
     """Where "offload" keeps the layer's input, and under which number."""
+    note: Callable[[], object] = lambda: None
+    """Called when a pass of the layer has been launched."""
 
     def seed_of(self, slot: int) -> int:
         """The seed of one projection's dropout masks, far from its neighbours' seeds.
@@ -430,6 +442,7 @@ class _LayerFunction(torch.autograd.Function):
         elif any(ctx.needs_input_grad):
             store, number = context.offload
             store.put(number, x)
+        context.note()
         return y
 
     @staticmethod
@@ -444,6 +457,7 @@ class _LayerFunction(torch.autograd.Function):
         gradients = Gradients()
         # Autograd may pass on an expanded scalar; kernels read rows.
         grad_x = ctx.layer.backward(grad.contiguous(), x, tuple(kept), ctx.context, gradients)
+        ctx.context.note()
         return grad_x, None, None, *ctx.layer.hand_over(gradients, ctx.parameters)
 
 

@@ -127,6 +127,8 @@ class Journal:
             is_main_process=accelerator.is_main_process,
             disable_tqdm=bool(args.disable_tqdm),
             logging_steps=self.state.logging_steps,
+            total=max_steps,
+            rollouts_per_step=self._rollouts_per_step,
         )
         """A context manager, because an error that ends the run must leave the terminal as it was."""
         self.event("on_init_end")
@@ -207,6 +209,7 @@ class Journal:
             }
             self._run_log.describe(redacted(description))
         self._last_logged_step = self.state.global_step
+        self.progress.begin(self.state.global_step)
         self._started_s = time.monotonic()
         for callback in self.handler.callbacks:
             if hasattr(callback, "progress"):  # one that draws, too

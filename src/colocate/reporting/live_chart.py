@@ -23,7 +23,7 @@ class LiveChart:
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
-        self._image, self._drawn_s = "", 0.0
+        self._image, self._drawn_s, self._has_news = "", 0.0, False
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Note a step's reward.
@@ -33,10 +33,12 @@ class LiveChart:
         """
         names = ("step", "reward", "reward_std")
         self._steps.append({name: record[name] for name in names if name in record})
+        self._has_news = True
 
     def add_evaluation(self, step: int, reward: float) -> None:
         """Note the reward of held-out prompts after a step."""
         self._evaluations.append({"step": step, "eval_reward": reward})
+        self._has_news = True
 
     def image(self, *, is_last: bool = False) -> str:
         """The chart as an HTML image; an empty text before there is a reward.
@@ -47,10 +49,10 @@ class LiveChart:
             is_last: draw all that there is, however short ago the last drawing was.
         """
         now = time.monotonic()
-        if is_last or not self._image or now - self._drawn_s > _REDRAW_S:
+        if is_last or not self._image or (self._has_news and now - self._drawn_s > _REDRAW_S):
             run = Run(Path(), {}, self._steps, self._evaluations, 0)
             if self._steps and (chart := reward_chart(run, _SIZE)):
                 encoded = base64.b64encode(standalone([chart]).encode()).decode()
                 self._image = f'<img alt="Reward by step" src="data:image/svg+xml;base64,{encoded}">'
-                self._drawn_s = now
+                self._drawn_s, self._has_news = now, False
         return self._image

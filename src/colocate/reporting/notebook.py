@@ -20,12 +20,17 @@ class NotebookTable:
         self._head = "starting"
         self._chart = LiveChart()
         self._handle: Any = None
+        self._cell: int | None = None
 
     def start(self) -> None:
-        """Show the table, without rows yet."""
+        """Show the table in the cell that runs, which has one of it."""
+        import IPython
         from IPython.display import HTML, display
 
-        self._handle = display(HTML(self._html()), display_id=True)
+        shell = getattr(IPython, "get_ipython", lambda: None)()
+        cell = getattr(shell, "execution_count", None)
+        if self._handle is None or cell != self._cell:
+            self._cell, self._handle = cell, display(HTML(self._html()), display_id=True)
 
     def update(
         self, head: str, row: Mapping[str, str] | None = None, record: Mapping[str, Any] | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,8 @@ from colocate.reporting.axes import compact
 from colocate.reporting.notebook import NotebookTable
 from colocate.reporting.panel import LivePanel
 from colocate.reporting.run import number
+from colocate.reporting.step_estimate import StepEstimate
+from colocate.reporting.work_counts import WorkCounts
 
 _GIB = 2**30
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -43,6 +46,10 @@ _BY_IMPORTANCE = (
 _LABEL_WIDTH = 10
 _CELL_WIDTH = 115
 """Columns of text that a notebook's cell has room for."""
+QUIET_S = 30.0
+"""Seconds without a line after which a log gets one that says how far the phase has come."""
+_REDRAW_S = 2.0
+"""Seconds from one look at the counts to the next, where no panel is drawn."""
 _NARROW = 60
 """The width in columns below which the panel shows only the phase that runs."""
 
@@ -56,6 +63,9 @@ class Progress:
         is_main_process: bool = True,
         disable_tqdm: bool = False,
         logging_steps: int = 1,
+        total: int = 0,
+        rollouts_per_step: float = 1.0,
+        quiet_s: float = QUIET_S,
         console: Console | None = None,
     ) -> None:
         """Only the main process shows anything.
@@ -63,6 +73,9 @@ class Progress:
         Args:
             disable_tqdm: print plain lines on a terminal and in a notebook, too.
             logging_steps: steps from one plain line or row to the next; the last step has one in any case.
+            total: steps of the run; 0: they are not known before the first one is done.
+            rollouts_per_step: below 1 where a rollout feeds several steps.
+            quiet_s: see `QUIET_S`.
         """
         is_in_cell = "IPython" in sys.modules and is_in_notebook()  # marimo is a notebook without it
         # A notebook would get each line that rich prints as an output of its own.
@@ -70,7 +83,17 @@ class Progress:
         self._shows = is_main_process
         self._logging_steps = logging_steps
         self._phase, self._phase_start = "", time.monotonic()
-        self._step = self._total = 0
+        self._step, self._total = 0, total
+        self._has_stepped = False
+        self.counts = WorkCounts()
+        """What is done of the phase that runs; whoever does the work counts it here."""
+        self._estimate = StepEstimate(rollouts_per_step)
+        self._end_s = math.nan
+        """When the run will be over, by `time.monotonic`."""
+        self._quiet_s, self._spoke_s = quiet_s, time.monotonic()
+        self._depth = 0
+        self._is_over = threading.Event()
+        self._watcher: threading.Thread | None = None
         # What the panel shows. Replaced as a whole, because the panel is drawn by another thread.
         self._shown: dict[str, str] = {}
         self._evaluated = ""
@@ -90,14 +113,27 @@ class Progress:
                 self._live = LivePanel(self._lines, self._console)
 
     def __enter__(self) -> Progress:
+        self._depth += 1
+        if self._depth > 1:
+            return self
         self._is_running = True
         display = self._live or self._table
         if display is not None:
             display.start()
+        if self._shows and self._live is None:
+            self._is_over.clear()
+            self._watcher = threading.Thread(target=self._watch, name="progress", daemon=True)
+            self._watcher.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         self._is_running = False
+        if self._watcher is not None:
+            self._is_over.set()
+            self._watcher.join()
         display = self._live or self._table
         if display is not None:
             display.stop()
@@ -130,8 +166,14 @@ class Progress:
         """Print a text at the end of the run, below everything else."""
         self._at_end = text
 
+    def begin(self, step: int) -> None:
+        """Note that the run begins after `step` steps, which an earlier run has taken."""
+        self._step = step
+
     def set_phase(self, name: str) -> None:
-        """Show that a phase has begun."""
+        """Show that a phase has begun; an empty name: it has ended."""
+        self._estimate.set_phase(name)
+        self.counts.clear()
         self._phase, self._phase_start = name, time.monotonic()
 
     def update(
@@ -151,7 +193,9 @@ class Progress:
             step_tokens: the step's share of that rollout's tokens.
         """
         metrics = {**(rollout or {}), **record}
-        steps = step - self._step if self._step else 1
+        steps = step - self._step if self._has_stepped else 1
+        self._has_stepped = True
+        self._estimate.end_step()
         self._recent.append((steps, number(record.get("wall_s")), steps * step_tokens))
         self._recent_phases.append(record.get("phases") or {})
         self._recent_peaks.append(_peak_bytes(record))
@@ -165,8 +209,7 @@ class Progress:
         if self._table is not None:
             self._table.update(self._head(), self._row() if is_due else None, {**record, "step": step})
         elif self._live is None and is_due:
-            # soft_wrap: a log is read by programs, which want one line per step however narrow the console.
-            self._console.print(Text(self._line()), soft_wrap=True)
+            self._print_line(self._line())
 
     def show_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the result of an evaluation after `step` steps, as a line and in the panel, or in a notebook's
@@ -219,6 +262,7 @@ class Progress:
         """The facts that the panel shows, by name and in order; unknown ones are left out."""
         seconds = self._seconds_per_step()
         left = seconds * (self._total - self._step)
+        self._end_s = time.monotonic() + left
         facts = {
             "reward": _filled("{:.3f}", metrics.get("reward"))
             + _filled(" ± {:.3f}", metrics.get("reward_std")),
@@ -233,13 +277,52 @@ class Progress:
         }
         return {name: text for name, text in facts.items() if text}
 
+    def _print_line(self, line: str) -> None:
+        # soft_wrap: a log is read by programs, which want one line however narrow the console.
+        self._console.print(Text(line), soft_wrap=True)
+        self._spoke_s = time.monotonic()
+
+    def _watch(self) -> None:
+        """Tell how far the phase has come, in a thread of its own: in the line above a notebook's table, or
+        in a log as lines, one whenever there was none for a while."""
+        while not self._is_over.wait(min(_REDRAW_S, self._quiet_s)):
+            if self._table is not None:
+                self._table.update(self._head())
+            elif self._phase and time.monotonic() - self._spoke_s >= self._quiet_s:
+                eta = self._eta()
+                facts = [
+                    f"in step {self._step + 1}/{self._total or '–'}",
+                    self._now(),
+                    *([f"ETA {eta}"] if eta else ()),
+                ]
+                self._print_line(" | ".join(facts))
+
+    def _now(self) -> str:
+        """The phase that runs, since when, and what is done of it."""
+        done = self.counts.words()
+        return f"{self._phase} {time.monotonic() - self._phase_start:.0f} s" + (f", {done}" if done else "")
+
+    def _eta(self) -> str:
+        """The time left: by the steps so far, or before there are any by what has passed of the first one."""
+        if self._has_stepped:
+            left = self._end_s - time.monotonic()
+            return clock(max(left, 0.0)) if math.isfinite(left) and self._step < self._total else ""
+        seconds = self._estimate.seconds(share := self.counts.share()) * (self._total - self._step)
+        if not seconds > self._estimate.elapsed_s:
+            return ""
+        if not self._estimate.knows_training:
+            return f"about {clock(seconds - self._estimate.elapsed_s)} for rollouts alone"
+        about = "about" if share > 0 else "at least"
+        return f"{about} {clock(seconds - self._estimate.elapsed_s)}"
+
     def _line(self) -> str:
         facts = " | ".join(f"{name} {self._shown[name]}" for name in _LINE_FACTS if name in self._shown)
         return f"step {self._step}/{self._total} | {facts}"
 
     def _head(self) -> str:
-        eta = f", ETA {self._shown['ETA']}" if "ETA" in self._shown else ""
-        return f"step {self._step}/{self._total}{eta}"
+        head = f"step {self._step}/{self._total}" if self._total else "starting"
+        now = f", {self._now()}" if self._is_running and self._phase else ""
+        return head + now + (f", ETA {eta}" if (eta := self._eta()) else "")
 
     def _row(self) -> dict[str, str]:
         """A row of a notebook's table."""
@@ -251,12 +334,15 @@ class Progress:
         """The panel's lines, at most `width` columns wide; if there are few rows, only the most important
         lines."""
         facts = {**self._shown, **({"eval": self._evaluated} if self._evaluated else {})}
-        eta = facts.pop("ETA", "")
+        facts.pop("ETA", "")
         num_rows = max(0, height - 4)
-        kept = [name for name in _BY_IMPORTANCE if name in facts][:num_rows]
-        lines = [self._bar(width, eta)]
+        lines = [self._bar(width, self._eta())]
         if self._is_running:
             lines.append(_labelled("now", self._phase_strip(width), width))
+            if num_rows and (done := self.counts.words()):
+                lines.append(_labelled("done", Text(done), width))
+                num_rows -= 1
+        kept = [name for name in _BY_IMPORTANCE if name in facts][:num_rows]
         for name in (name for name in facts if name in kept):
             text = Text(facts[name])
             if name == "reward":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from colocate.reporting.work_counts import WorkCounts
 from colocate.rewards.arguments import REPLACED_COLUMNS, own_arguments
 from colocate.rewards.background import BackgroundLoop
 from colocate.rewards.errors import RewardError, blaming, describe
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 RewardFunc = str | nn.Module | Callable[..., Any]
 
+_COUNTED = "reward functions"
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -55,6 +57,7 @@ class RewardFunctions:
         chat_template_kwargs: Arguments of the chat template for conversations that reward models read.
         model_init_kwargs: Arguments of `from_pretrained` for reward models given by name.
         timeout_s: Seconds that each function may take for its completions; None: no limit.
+        counts: Where functions are counted that have answered.
 
     Attributes:
         names: [F] names for metrics, as in TRL; a second function of the same name is called `<name>_2`.
@@ -78,6 +81,7 @@ class RewardFunctions:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        counts: WorkCounts | None = None,
     ) -> None:
         funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not funcs:
@@ -107,6 +111,7 @@ class RewardFunctions:
             _check_length("reward_weights", reward_weights, len(funcs))
             self.weights = torch.tensor(reward_weights, dtype=torch.float32)
         self.models: list[nn.Module] = [func.model for func in self._funcs if isinstance(func, RewardModel)]
+        self._counts = counts or WorkCounts()
         self._limit = TimeLimit(timeout_s)
         self._loop = BackgroundLoop(timeout_s)
 
@@ -171,12 +176,14 @@ class RewardFunctions:
         prompts, completions = shared["prompts"], shared["completions"]
         rewards: list[list[float]] = [[] for _ in self._funcs]
         pending = {}
+        self._counts.begin(_COUNTED, len(self._funcs))
         # The async ones first: they are on their way (waiting for a judge, say) while the others compute.
         order = sorted(range(len(self._funcs)), key=lambda i: not _is_async(self._funcs[i]))
         try:
             for i in order:
                 self._limit.arm_last_resort()
                 name, log = self.names[i], logs[i]
+                self._counts.at_work = name
                 own = own_arguments(shared) | {"log_extra": log.log_extra, "log_metric": log.log_metric}
                 with blaming(name, prompts, completions, own["completions"]):
                     call = functools.partial(_call, self._funcs[i], own, len(prompts))
@@ -186,12 +193,15 @@ class RewardFunctions:
                         pending[i] = (self._loop.submit(output), list(own["completions"]))
                     else:
                         rewards[i] = _check_rewards(name, output, prompts, completions)
+                        self._counts.add(_COUNTED)
             for i, (future, completions_given) in pending.items():
                 self._limit.arm_last_resort()
-                name = self.names[i]
+                name = self._counts.at_work = self.names[i]
                 with blaming(name, prompts, completions, completions_given):
                     rewards[i] = _check_rewards(name, self._loop.result(future), prompts, completions)
+                self._counts.add(_COUNTED)
         finally:
+            self._counts.at_work = ""
             self._limit.disarm_last_resort()
             for future, _ in pending.values():
                 future.cancel()  # harmless to those that are done; the rest would outlive an error

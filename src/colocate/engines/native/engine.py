@@ -166,6 +166,7 @@ class NativeEngine(BaseEngine):
         if self._parallel.num_parts > 1:
             prompts = joined_groups(prompts, sampling.max_tokens)
         numbers = self._submit(prompts, sampling, keep=False, is_findable=False)
+        self._count_requests(prompts, sampling)
         try:
             # One agreement for all windows: ranks that decode together then meet only within steps.
             self._recovery.run(partial(self._parallel.together, self._finish))
@@ -293,7 +294,9 @@ class NativeEngine(BaseEngine):
 
     def _finish(self) -> None:
         while self._submissions.has_active:
+            num_ended = len(self._submissions.ended)
             self._advance()
+            self.counts.add("completions", len(self._submissions.ended) - num_ended)
 
     def _advance(self) -> None:
         """Generate a little further. What an error loses of a turn is drawn again, with equal tokens."""
@@ -331,7 +334,14 @@ class NativeEngine(BaseEngine):
             decoder.forget_graphs()  # or one rank would capture a step where another one replays it
         assert decoder is not None, "a rank without a decoder raises before"
         salt = salt_of(self._layout, self.policy_version)
-        rollout = Rollout(decoder, sampling, num_pages=num_pages, salt=salt, finished=submissions.finished)
+        rollout = Rollout(
+            decoder,
+            sampling,
+            num_pages=num_pages,
+            salt=salt,
+            finished=submissions.finished,
+            counts=self.counts,
+        )
         rollout.restart(submissions.sequences.values(), submissions.kept)
         submissions.kept = None
         return rollout

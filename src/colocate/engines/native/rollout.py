@@ -14,6 +14,7 @@ from colocate.engines.native.pages import pages_for
 from colocate.engines.native.prefix_cache import PrefixCache
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Sequence as RunningSequence
+from colocate.reporting.work_counts import WorkCounts
 from colocate.types import SamplingParams
 
 
@@ -27,6 +28,7 @@ class Rollout:
     Args:
         salt: what keys and values depend on besides tokens. See `PrefixCache`.
         finished: where sequences are put whose turn has ended. It outlives the rollout.
+        counts: where tokens are counted when the host has read them.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Rollout:
         num_pages: int,
         salt: bytes,
         finished: list[RunningSequence],
+        counts: WorkCounts,
     ) -> None:
         cache, self.backend = decoder.cache, decoder.backend
         self.decoder = decoder
@@ -47,6 +50,7 @@ class Rollout:
         self._prefixes = PrefixCache(self.pool, cache.page_size, salt)
         self.scheduler = Scheduler(self._prefixes, max_num_seqs=decoder.max_num_seqs)
         self.finished = finished
+        self._counts = counts
         self._stop_token_ids = set(sampling.stop_token_ids)
         self._windows: deque[Window] = deque()
         self._running: list[RunningSequence] = []
@@ -199,13 +203,16 @@ class Rollout:
         while len(self._windows) > max_in_flight:
             window = self._windows.popleft()
             finished: list[RunningSequence] = []
+            num_read = 0
             for sequence, (token_ids, logprobs) in zip(window.sequences, window.read(), strict=True):
                 if not token_ids or sequence.is_over:
                     continue
                 sequence.token_ids += token_ids
                 sequence.logprobs += logprobs
+                num_read += len(token_ids)
                 if sequence.has_ended(self._stop_token_ids):
                     finished.append(sequence)
+            self._counts.add("tokens", num_read)
             if finished:
                 rows = [sequence.row for sequence in finished]
                 self.scheduler.finish(rows)

@@ -300,10 +300,11 @@ class RolloutServerEngine(TurnEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         start_id = self._bring_up_to_date()
+        self._count_requests(prompts, sampling)
         futures = [self._send(request, sampling) for request in self._requests(prompts, sampling)]
         try:
             with self._refusals_told(start_id):
-                await_all(futures, self._watch(), self._ask)
+                await_all(futures, self._watch(), self._ask, self._count_ended)
             self._check_unchanged(start_id)
         except BaseException:
             self._open_turns.abort()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from colocate.engines.rollout_server.client import HOW_TO_START, RequestRefused, ServerUnreachable
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORGOTTEN_S = 10.0
 """Seconds without a step, an answer or anything to do after which requests to a server count as lost. A
@@ -138,12 +141,21 @@ def await_ready(
         time.sleep(0.5)
 
 
-def await_all(futures: Iterable[Future[Any]], watch: Watch, ask: Callable[[str], Any]) -> None:
-    """Wait until all requests are done; raises as soon as one fails, and what `Watch.look` raises."""
-    pending: set[Future[Any]] = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=watch.silence_s, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if pending and not done:
+def await_all(
+    futures: Iterable[Future[T]], watch: Watch, ask: Callable[[str], Any], note: Callable[[T], object]
+) -> None:
+    """Wait until all requests are done, each of which `note` gets; raises as soon as one fails, and what
+    `Watch.look` raises."""
+    futures = list(futures)
+    done: SimpleQueue[Future[T]] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    left = len(futures)
+    while left:
+        try:
+            future = done.get(timeout=watch.silence_s)
+        except Empty:
             watch.look(ask)
+            continue
+        note(future.result())
+        left -= 1

@@ -122,6 +122,7 @@ class TRTLLMEngine(TurnEngine):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`; ranks need not call it together."""
         self._check(prompts, sampling)
+        self._count_requests(prompts, sampling)
         requests = list(self._requests(prompts, sampling))
         if not requests:
             return []
@@ -132,6 +133,7 @@ class TRTLLMEngine(TurnEngine):
             while len(drawn) < len(requests):
                 for result in self._ask("collect", box, _POLL_S):
                     drawn[result.ticket] = self._completion(result, sampling)
+                    self._count_ended([drawn[result.ticket]])
         except BaseException:
             with suppress(Exception):
                 self._ask("cancel", box)

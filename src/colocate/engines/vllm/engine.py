@@ -201,9 +201,14 @@ class VLLMEngine(TurnEngine):
         super().abort(sequences)
 
     def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        self.counts.measure(self._num_tokens)
         with internals.random_states_kept(self._device):
             ended = self._open_turns.draw(waiting, sampling, self.policy_version)
         return dict(zip(ended, self._reported.of(list(ended.values()), sampling), strict=True))
+
+    def _num_tokens(self) -> dict[str, int]:
+        under_way = internals.num_drawn_tokens(self._llm).values()
+        return {"tokens": self.counts.done("tokens") + sum(under_way)}
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give all memory back. `keep_bytes` has no effect, because vLLM cannot give back a part."""
@@ -401,16 +406,21 @@ class VLLMEngine(TurnEngine):
             )
 
     def _generate(self, requests: list[LLMRequest]) -> list[Completion]:
+        self.counts.begin("tokens", sum(request.max_tokens for request in requests), is_limit=True)
+        self.counts.begin("completions", len(requests))
+        self.counts.measure(_Drawn(self._llm))
         with internals.random_states_kept(self._device):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
                 [request.params() for request in requests],
                 use_tqdm=False,
             )
-        return [
+        completions = [
             request.completion(output, self.policy_version)
             for output, request in zip(outputs, requests, strict=True)
         ]
+        self._count_ended(completions)
+        return completions
 
     def _publish(self) -> None:
         """Give vLLM the trainer's present weights, and drop the prefixes that it computed with older ones."""
@@ -437,6 +447,19 @@ class VLLMEngine(TurnEngine):
         for name, tensor in itertools.chain.from_iterable(buckets(self._model, self._bucket_bytes)):
             self.published_bytes += tensor.nbytes
             yield name, tensor
+
+
+class _Drawn:
+    """The tokens that vLLM has drawn; those of a finished request as they were seen last."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._seen: dict[str, int] = {}
+
+    def __call__(self) -> dict[str, int]:
+        under_way = internals.num_drawn_tokens(self._llm)
+        self._seen |= under_way
+        return {"tokens": sum(self._seen.values()), "completions": len(self._seen) - len(under_way)}
 
 
 def _num_bytes(module: nn.Module) -> int:

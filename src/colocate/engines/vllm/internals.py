@@ -60,6 +60,12 @@ def step(llm: Any) -> list[tuple[str, Any]]:
     return [(output.request_id, output) for output in llm.llm_engine.step() if output.finished]
 
 
+def num_drawn_tokens(llm: Any) -> dict[str, int]:
+    """The tokens that each request has so far which vLLM's engine has not finished; any thread may ask."""
+    states = list(llm.llm_engine.output_processor.request_states.items())
+    return {name: len(state.detokenizer.output_token_ids) for name, state in states}
+
+
 def abort_requests(llm: Any, names: list[str]) -> None:
     """Take requests back from vLLM's engine."""
     if names:
