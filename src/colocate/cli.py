@@ -15,6 +15,7 @@ from pathlib import Path
 
 from colocate.commands import chat, export, merge, plan, report, rollout_serve, serve, train
 from colocate.commands import eval as measure
+from colocate.commands.vocabulary import TAKE_RUN_OPTIONS, in_words_of
 from colocate.parallel.error_file import record_failure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
@@ -26,8 +27,6 @@ _COMMANDS = {
     "export": export, "serve": serve, "rollout-serve": rollout_serve, "vllm-serve": rollout_serve,
 }  # fmt: skip
 """The commands in the order of the help; each has a file in `commands/`."""
-
-_TAKE_RUN_OPTIONS = ("train", "plan")
 
 _HOW_TO_GO_ON = (
     " at once: steps since the last checkpoint are lost. The same command with --resume_from_checkpoint auto "
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
-        message = redacted(str(error))  # errors of other libraries may quote secrets, too
+        message = redacted(_worded(str(error), known))  # errors of other libraries may quote secrets, too
         brief = f"colocate {known.command}: {message}\n(--debug shows where)"
         if type(error).__name__ != "PeerError":  # whose class is PyTorch's to load
             record_failure(error, brief)
@@ -84,12 +83,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _worded(message: str, known: argparse.Namespace) -> str:
+    """An error's message in the words of the command."""
+    from colocate.declared_options import option_names
+
+    own = [option for action in known.command_parser._actions for option in action.option_strings]
+    return in_words_of(known.command, message, own, option_names())
+
+
 def _unread(known: argparse.Namespace) -> list[str]:
     """The arguments that the command does not take."""
     is_server = _COMMANDS[known.command] is rollout_serve
     takes_vllm_options = is_server or (known.command == "train" and known.num_replicas)
     return [
-        *([] if known.command in _TAKE_RUN_OPTIONS else known.run_options),
+        *([] if known.command in TAKE_RUN_OPTIONS else known.run_options),
         *([] if takes_vllm_options else known.vllm_options),
     ]
 

@@ -185,6 +185,11 @@ def _defaults_of(module: ast.Module) -> dict[str, ast.expr]:
     }
 
 
+def option_names() -> frozenset[str]:
+    """The names of all options of a run. Imports nothing slow."""
+    return frozenset(_declarations())
+
+
 def _types() -> dict[str, str]:
     """The annotation of every option, inherited ones included, by name."""
     return {name: ast.unparse(annotation) for name, (annotation, _) in _declarations().items()}

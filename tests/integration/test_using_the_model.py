@@ -187,6 +187,50 @@ def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home
     assert again == printed, "draws are seeded"
 
 
+def test_a_model_is_measured_before_a_run_has_trained_it(home, capsys):
+    """By the run file of the run to come: the rows, rewards and prompts are those that the run has."""
+    command = "colocate eval run.yaml runs/sums --dataset test.jsonl --num_samples 8 --output before.json"
+    run(command, capsys)
+    run(command.replace("run.yaml", "model").replace("before", "after"), capsys)
+    before, after = (json.loads(Path(f"{name}.json").read_text()) for name in ("before", "after"))
+    assert before["models"][0] | {"model": "", "seconds": 0} == after["models"][0] | {
+        "model": "",
+        "seconds": 0,
+    }
+
+
+def test_prompts_of_options_are_those_that_the_model_reads(home, capsys):
+    """The reward function sees what the options made of the row."""
+    Path("seen.py").write_text(
+        "def seen(prompts, solution, **columns):\n"
+        "    right = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '3 and 4 more: "
+        "how many? Answer:'}]\n"
+        "    return [float(p == right and '####' in s) for p, s in zip(prompts, solution)]\n"
+    )
+    words = run(
+        "colocate eval runs/sums --dataset test.jsonl --prompt_template '{question} Answer:' --max_rows 1 "
+        "--columns '{answer: solution}' --system_prompt 'Be brief.' --reward_funcs seen.py:seen",
+        capsys,
+    )
+    assert re.search(r"^accuracy +1\.000", words, flags=re.MULTILINE)
+
+
+def test_a_conversation_is_as_long_as_memory_allows(home, capsys, monkeypatch):
+    from colocate.engines.native import capacity
+
+    command = "colocate chat runs/sums --temperature 0 --max_tokens 12"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 and 4 more: how many?\n"))
+    whole = run(command, capsys)
+    pages_within = capacity._pages_within
+    monkeypatch.setattr(capacity, "_pages_within", lambda *sizes: min(6, pages_within(*sizes)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3 and 4 more: how many?\n"))
+    capsys.readouterr()
+    assert main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == whole
+    assert "Memory has room for a conversation of 96 tokens" in printed.err
+
+
 def test_completions_that_were_not_judged_are_told(home, capsys):
     Path("picky.py").write_text(
         "def picky(completions, **columns):\n"
@@ -311,7 +355,9 @@ BAD = {
     "colocate chat runs": "has no model: neither config.json nor",
     "colocate eval model runs/sums": "is what the run was trained on, and nothing of it was held out",
     "colocate eval model --dataset test.jsonl": "There is no reward function",
-    "colocate eval model --dataset test.jsonl --reward_funcs rewards.py:final_answer": "no column 'prompt'",
+    "colocate eval model --dataset test.jsonl --reward_funcs rewards.py:final_answer": (
+        "no column 'prompt'; it has 'question', 'answer'. Set --prompt_column to"
+    ),
     "colocate eval runs/sums --dataset test.jsonl": "give --reward_funcs rewards.py:final_answer",
     f"colocate eval runs/sums --dataset test.json {REWARDS}": "Did you mean 'test.jsonl'",
     "colocate eval runs/sums --dataset test.jsonl --k 4": "Set --num_samples 4",

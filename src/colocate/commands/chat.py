@@ -117,7 +117,13 @@ def _conversation(loaded: LoadedModel, known: argparse.Namespace) -> Conversatio
         stop_token_ids=stops,
         seed=known.seed,
     )
-    engine = loaded.make_engine(sampling)
+    engine = loaded.make_engine(sampling, kv_cache_tokens=context_length)
+    room = getattr(engine, "num_cache_tokens", context_length)
+    if room < context_length:
+        print(
+            f"Memory has room for a conversation of {room:,} tokens, of {context_length:,}.", file=sys.stderr
+        )
+        context_length = room
     return Conversation(
         engine,
         tokenizer,

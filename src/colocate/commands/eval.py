@@ -8,7 +8,7 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,11 +38,22 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    command.add_argument("models", nargs="+", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; or a run file, for the model that the run would start from",
+    )
     command.add_argument(
         "--dataset", help="as dataset_name of a run file (default: what the run evaluated on)"
     )
     command.add_argument("--split", help="split of the dataset (default: test; train for a single file)")
+    command.add_argument("--prompt_column", help="the column with the prompts (default: prompt)")
+    command.add_argument("--prompt_template", help='makes prompts of columns: "{question} Think first."')
+    command.add_argument("--system_prompt", help="a system message before each prompt")
+    command.add_argument(
+        "--columns", help="new names of columns, as in a run file: '{answer: solution}' (default: the run's)"
+    )
     command.add_argument("--max_rows", type=positive, help="measure on the first rows only")
     command.add_argument(
         "--reward_funcs",
@@ -86,7 +97,12 @@ def run(known: argparse.Namespace) -> int:
 
     if known.base is not None and len(known.models) > 1:
         raise ValueError("--base says what one adapter is for, and several models are given: name one.")
-    models = [find_model(name, known.base) for name in known.models]
+    models = [
+        _of_run_file(name, known.base)
+        if Path(name).suffix in (".yaml", ".yml")
+        else find_model(name, known.base)
+        for name in known.models
+    ]
 
     from colocate.types import SamplingParams
 
@@ -108,6 +124,33 @@ def run(known: argparse.Namespace) -> int:
     if known.output is not None:
         _write(known.output, scores, ks, task, held_out, sampling, known)
     return 0
+
+
+def _of_run_file(name: str, base: str | None) -> SavedModel:
+    """The model that a run would start from, with the options of its run file.
+
+    Raises:
+        ValueError: there is no such file or option, or it names no model.
+    """
+    from dataclasses import replace
+
+    from colocate.checkpoints.saved_model import find_model
+    from colocate.run_file import read_values
+
+    _, options = read_values([name])
+    if not options.get("model_name_or_path"):
+        raise ValueError(f"{name} has no model_name_or_path, so it does not say which model to measure.")
+    saved = find_model(str(options["model_name_or_path"]), base)
+    return replace(saved, revision=options.get("model_revision"), options=options)
+
+
+def _given_format(known: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run, with what was given about prompts and columns in place of its own."""
+    names = ("prompt_column", "prompt_template", "system_prompt", "columns")
+    given = {name: getattr(known, name) for name in names if getattr(known, name) is not None}
+    sources = {"prompt_column", "prompt_template"}
+    replaced = sources if given.keys() & sources else set()
+    return {**{name: value for name, value in options.items() if name not in replaced}, **given}
 
 
 def _ks(known: argparse.Namespace) -> list[int]:
@@ -138,7 +181,7 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
     from colocate.run_config import RunConfig, parse_run
 
     names = {field.name for field in fields(RunConfig)}
-    options = {**run_of.options, **run_of.code}
+    options = _given_format(known, {**run_of.options, **run_of.code})
     task, _ = parse_run({name: value for name, value in options.items() if name in names})
     if task.tools or task.environment_factory:
         raise ValueError(
@@ -166,7 +209,9 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
         )
     else:
         task.dataset_test_split = known.split or task.dataset_test_split
-    task.reward_funcs = known.reward_funcs or _built_in(task.reward_funcs, run_of)
+    if "reward_funcs" not in run_of.options:  # else it is a run file that was named, as one is to be trained
+        _check_built_in([] if known.reward_funcs else task.reward_funcs, run_of)
+    task.reward_funcs = known.reward_funcs or task.reward_funcs
     if task.dataset_name is None and not task.datasets:
         raise ValueError("There is no dataset: no run named has one, so give --dataset.")
     if known.reward_funcs:
@@ -176,8 +221,8 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
     return task
 
 
-def _built_in(names: list[str], run_of: SavedModel) -> list[str]:
-    """The reward functions that a run's directory names, which may be no code of its own.
+def _check_built_in(names: list[str], run_of: SavedModel) -> None:
+    """Refuse reward functions of a run's directory that are code of its own.
 
     Raises:
         ValueError: one is not built in.
@@ -190,7 +235,6 @@ def _built_in(names: list[str], run_of: SavedModel) -> list[str]:
             f"run is not for a model's directory to say: if you trust it, give --reward_funcs "
             f"{shlex.join(names)}"
         )
-    return names
 
 
 def _split_of(name: str) -> str:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from colocate.run_engine import build_engine, context_length
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import read_adapter
 from colocate.weights.file_reading import DamagedFile
+from colocate.weights.layouts import has_layout
 from colocate.weights.model_files import adapters_are_whole, naming_damage
 from colocate.weights.stored_names import with_stored_names
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
@@ -63,14 +65,24 @@ class LoadedModel:
         """The tokens that end a completion."""
         return stop_token_ids(self.tokenizer, self.model)
 
-    def make_engine(self, sampling: SamplingParams) -> RolloutEngine:
+    def make_engine(self, sampling: SamplingParams, *, kv_cache_tokens: int | None = None) -> RolloutEngine:
         """The engine that the configuration names, or the one that suits the model; awake.
+
+        Args:
+            kv_cache_tokens: tokens for which a native engine takes a KV cache at once; if memory has room for
+                fewer, its `num_cache_tokens` says for how many. Other engines see to their memory themselves.
 
         Raises:
             ImportError: engine="vllm" without vLLM.
         """
-        engine = build_engine(self.model, self.config, self.accelerator, sampling)
-        engine.wake_up()
+        config = copy(self.config)
+        if config.engine in ("auto", "native") and has_layout(self.model):
+            config.kv_cache_tokens = kv_cache_tokens
+        engine = build_engine(self.model, config, self.accelerator, sampling)
+        with warnings.catch_warnings():
+            # The caller, who asked for as many as there may be, looks how many there are.
+            warnings.filterwarnings("ignore", "kv_cache_tokens=")
+            engine.wake_up()
         return engine
 
 
