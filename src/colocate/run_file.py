@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate.declared_options import check_names
 from colocate.option_names import override
-from colocate.option_values import shown
+from colocate.option_values import nearest, shown
 from colocate.yaml_text import read_yaml
 
 LAUNCH = "COLOCATE_LAUNCH"
@@ -43,8 +43,7 @@ def read_file(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     if not path.is_file():
-        hint = "that is a directory" if path.is_dir() else "a model is named with --model_name_or_path"
-        raise ValueError(f"There is no run file {str(path)!r}; {hint}")
+        raise ValueError(_no_file(path))
     try:
         content = read_yaml(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -56,6 +55,17 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ValueError(f"{path} must hold options as `name: value` lines, not {type(content).__name__}.")
     return content
+
+
+def _no_file(path: Path) -> str:
+    """What is wrong with a run file that is not there."""
+    if path.is_dir():
+        return f"There is no run file {str(path)!r}; that is a directory"
+    if path.suffix not in (".yaml", ".yml"):
+        return f"There is no run file {str(path)!r}; a model is named with --model_name_or_path"
+    here = [str(found) for ending in ("yaml", "yml") for found in sorted(path.parent.glob(f"*.{ending}"))]
+    near = nearest(str(path), here) or (f"; here are {', '.join(here[:5])}" if here else "")
+    return f"There is no run file {str(path)!r}{near or f' ({path.parent.resolve()} has none)'}"
 
 
 def _stray(argument: str) -> str:

@@ -120,13 +120,16 @@ def _steps(args: GRPOConfig, max_steps: int) -> str:
     per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     feeds = f"; a rollout feeds {per_rollout:g} steps" if per_rollout != 1 else ""
     num_prompts = args.generation_batch_size // args.num_generations
-    return f"{max_steps:,}, rollouts of {num_prompts} prompts x {args.num_generations} completions{feeds}"
+    prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts:,} prompts"
+    return f"{max_steps:,}, rollouts of {prompts} x {args.num_generations} completions{feeds}"
 
 
 def _saves(args: GRPOConfig) -> str:
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "steps":
         steps = args.save_steps
-        return "a checkpoint every " + (f"{steps:g} steps" if steps >= 1 else f"{steps:.0%} of the run")
+        if steps == 1:
+            return "a checkpoint after each step"
+        return "a checkpoint every " + (f"{steps:g} steps" if steps > 1 else f"{steps:.0%} of the run")
     saved = {"no": "no checkpoints", "epoch": "a checkpoint after each epoch", "best": "the best checkpoint"}
     return f"{saved[strategy]} (save_strategy={strategy!r})"

@@ -36,7 +36,7 @@ def test_a_run_introduces_itself_before_its_first_step_and_says_where_things_are
     assert rows["size"] == f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters in float32"
     assert "native" in rows["engine"] and "engine='auto'" in rows["engine"]
     assert rows["prompts"] == "10 rows" and rows["rewards"] == "share_of_early_letters"
-    assert rows["steps"] == "2, rollouts of 1 prompts x 4 completions"
+    assert rows["steps"] == "2, rollouts of 1 prompt x 4 completions"
     assert "activation_policy=" in rows["plan"] and rows["device"] == "CPU"
     assert rows["saves"] == "a checkpoint every 2 steps"
     *_, finished, checkpoint, report = capsys.readouterr().out.splitlines()

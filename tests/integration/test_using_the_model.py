@@ -515,6 +515,7 @@ def test_a_run_is_served_with_its_adapter(home, monkeypatch, capsys):
     monkeypatch.setattr("colocate.commands.serve._await_signal", visit)
     program, *words = shlex.split("colocate serve runs/sums --port 8000".replace("8000", "0"))
     assert program == "colocate" and main([*words, "--use_cpu", "--served_model_name", "sums"]) == 0
+    assert capsys.readouterr().out.endswith("colocate serve: stopping.\ncolocate serve: stopped.\n")
     drawn = reference.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
     assert found == [drawn[: len(found[0])]] and (len(found[0]) == 8 or len(found[0]) == len(drawn))
 

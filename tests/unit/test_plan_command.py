@@ -286,8 +286,9 @@ def test_a_model_that_is_not_found_needs_its_configuration_only(models, tmp_path
 def test_without_a_gpu_it_is_said_what_to_give(plan):
     code, printed = plan("Qwen2.5-7B")
     assert code == 0
-    assert printed.startswith("No GPU to plan for: give --device_name (such as H100) or --device_memory_gib.")
-    assert "GiB on the CPU" in words(printed) and "Fits" not in printed
+    assert printed.startswith("No GPU here: Qwen2.5-7B, ") and "Fits" not in printed
+    assert "GiB on the CPU; how long a step takes there is not known." in words(printed)
+    assert "give --device_name (such as H100) or --device_memory_gib." in words(printed)
     code, printed = plan("Qwen2.5-7B", "--device_memory_gib 200")
     assert code == 0 and printed.startswith("Fits: ") and "of the 200.00 GiB of the device" in words(printed)
     assert "Speed: unknown" in printed

@@ -155,9 +155,11 @@ def _serve(
             print(f"colocate serve: {name} is ready at http://{host}:{server.port}/v1", flush=True)
             _say_who_may_use_it(key, known.host)
             _await_signal()
+            print("colocate serve: stopping.", flush=True)
         server.close()
         thread.close()
         service.close()
+        print("colocate serve: stopped.", flush=True)
     finally:
         engine.close()
 

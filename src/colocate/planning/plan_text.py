@@ -113,7 +113,12 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
     say(_decisions(answer))
     say(f"Without a fast kernel: {fallback.line}" for fallback in answer.slower or ())
     if answer.config.max_prompt_length is None:
-        say([f"Prompts are taken to have at most {ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."])
+        say(
+            [
+                f"Computed for prompts of up to {ASSUMED_PROMPT_TOKENS} tokens; with max_prompt_length, for "
+                "prompts of up to that."
+            ]
+        )
     if is_verbose:
         console.print()
         console.print(_table(answer))
@@ -128,8 +133,8 @@ def _verdict_line(answer: Answer) -> str:
     plan, what = answer.plan, f"{Path(answer.model_name).name}, {answer.method}"
     if plan.device_memory_bytes is None:
         return (
-            f"No GPU to plan for: give --device_name (such as H100) or --device_memory_gib. {what}, takes "
-            f"{_shown(plan.peak_bytes)} on the CPU."
+            f"No GPU here: {what}, takes {_shown(plan.peak_bytes)} on the CPU; how long a step takes there "
+            "is not known. To plan for a GPU give --device_name (such as H100) or --device_memory_gib."
         )
     verdict, peak, size = (
         answer.verdict.capitalize(),
