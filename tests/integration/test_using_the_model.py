@@ -191,7 +191,7 @@ def test_a_model_is_measured_before_a_run_has_trained_it(home, capsys):
     """By the run file of the run to come: the rows, rewards and prompts are those that the run has."""
     command = "colocate eval run.yaml runs/sums --dataset test.jsonl --num_samples 8 --output before.json"
     run(command, capsys)
-    run(command.replace("run.yaml", "model").replace("before", "after"), capsys)
+    run(command.replace("run.yaml", "model").replace("before", "after") + f" {REWARDS}", capsys)
     before, after = (json.loads(Path(f"{name}.json").read_text()) for name in ("before", "after"))
     assert before["models"][0] | {"model": "", "seconds": 0} == after["models"][0] | {
         "model": "",

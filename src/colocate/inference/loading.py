@@ -75,13 +75,13 @@ class LoadedModel:
         Raises:
             ImportError: engine="vllm" without vLLM.
         """
-        config = copy(self.config)
-        if config.engine in ("auto", "native") and has_layout(self.model):
-            config.kv_cache_tokens = kv_cache_tokens
+        config, takes_at_most = copy(self.config), False
+        if kv_cache_tokens is not None and config.engine in ("auto", "native") and has_layout(self.model):
+            config.kv_cache_tokens, takes_at_most = kv_cache_tokens, True
         engine = build_engine(self.model, config, self.accelerator, sampling)
         with warnings.catch_warnings():
-            # The caller, who asked for as many as there may be, looks how many there are.
-            warnings.filterwarnings("ignore", "kv_cache_tokens=")
+            if takes_at_most:  # whoever asks for as many as there may be looks how many there are
+                warnings.filterwarnings("ignore", "kv_cache_tokens=")
             engine.wake_up()
         return engine
 

@@ -139,9 +139,7 @@ class Policy:
             )
         self._runs_packed = runs_packed(model)
         check_trainable(model)
-        self.model = model
-        self.optimizer = optimizer
-        self.reference = reference
+        self.model, self.optimizer, self.reference = model, optimizer, reference
         self.version = 0
         """The version of the weights, which grows by one with every change of them."""
         self.num_skipped_updates = 0
