@@ -36,7 +36,7 @@ from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
 from colocate.option_values import shown
 from colocate.rewards.arguments import own_copy
-from colocate.rewards.forks import ended_forks
+from colocate.rewards.process_state import users_code
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ def _asked(environment: Any, attribute: str, default: Any) -> Any:
     """
     kind = type(environment).__name__
     try:
-        with ended_forks(f"The property {attribute} of {kind}"):
+        with users_code(f"The property {attribute} of {kind}"):
             return getattr(environment, attribute, default)
     except (Exception, SystemExit) as error:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.forks import ended_forks
+from colocate.rewards.process_state import users_code
 from colocate.rewards.time_limit import TimeLimit
 
 
@@ -106,7 +106,7 @@ class LimitedCalls:
 
 def _attempt(name: str, function: Callable[[], Any]) -> Outcome:
     try:
-        with ended_forks(name):
+        with users_code(name):
             return Outcome(function())
     except RewardTimeout:
         raise

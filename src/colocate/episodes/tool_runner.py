@@ -18,7 +18,7 @@ from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.arguments import own_copy
 from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.forks import ended_forks
+from colocate.rewards.process_state import users_code
 from colocate.rewards.time_limit import TimeLimit
 
 
@@ -244,7 +244,7 @@ class ToolRunner:
         batch.running[index] = self._loop.submit(self._awaited(batch.calls[index].name, awaitable))
 
     async def _awaited(self, name: str, awaitable: Awaitable) -> str | list[Any]:
-        with ended_forks(f"The tool {name!r}"):
+        with users_code(f"The tool {name!r}"):
             return self._content(name, await awaitable)
 
     def _run_here(self, key: Hashable, batch: _Batch) -> None:
@@ -275,7 +275,7 @@ class ToolRunner:
         one, say."""
         start = time.monotonic()
         try:
-            with ended_forks(f"The tool {call.name!r}"):
+            with users_code(f"The tool {call.name!r}"):
                 value = _call(call)
             if inspect.isawaitable(value):
                 return value

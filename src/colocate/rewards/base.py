@@ -19,9 +19,9 @@ from colocate.reporting.work_counts import WorkCounts
 from colocate.rewards.arguments import REPLACED_COLUMNS, own_arguments
 from colocate.rewards.background import BackgroundLoop
 from colocate.rewards.errors import RewardError, blaming, describe
-from colocate.rewards.forks import ended_forks
 from colocate.rewards.logs import FunctionLog, merge_logs
 from colocate.rewards.models import RewardModel
+from colocate.rewards.process_state import kept_trainer_state, users_code
 from colocate.rewards.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,8 @@ class RewardFunctions:
                 own = own_arguments(shared) | {"log_extra": log.log_extra, "log_metric": log.log_metric}
                 with blaming(name, prompts, completions, own["completions"]):
                     call = functools.partial(_call, self._funcs[i], own, len(prompts))
-                    with ended_forks(f"The reward function {name!r}"):
+                    function = f"The reward function {name!r}"
+                    with users_code(function), kept_trainer_state(function, shared["trainer_state"]):
                         output = self._limit.call(name, call)
                     if isinstance(output, Awaitable):
                         pending[i] = (self._loop.submit(output), list(own["completions"]))
@@ -197,8 +198,11 @@ class RewardFunctions:
             for i, (future, completions_given) in pending.items():
                 self._limit.arm_last_resort()
                 name = self._counts.at_work = self.names[i]
+                function = f"The reward function {name!r}"
                 with blaming(name, prompts, completions, completions_given):
-                    rewards[i] = _check_rewards(name, self._loop.result(future), prompts, completions)
+                    with users_code(function), kept_trainer_state(function, shared["trainer_state"]):
+                        output = self._loop.result(future)
+                    rewards[i] = _check_rewards(name, output, prompts, completions)
                 self._counts.add(_COUNTED)
         finally:
             self._counts.at_work = ""

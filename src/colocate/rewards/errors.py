@@ -118,7 +118,7 @@ _REMEDY = "\nCorrect the function, or set a larger reward_timeout_s."
 def _is_machinery(frame: FrameType) -> bool:
     """Whether the frame belongs to Python or calls reward functions, so that it says nothing to the user."""
     module = str(frame.f_globals.get("__name__"))
-    callers = ("time_limit", "background", "base", "errors")
+    callers = ("time_limit", "background", "base", "errors", "process_state")
     return module.partition(".")[0] in sys.stdlib_module_names or module in {
         f"{__package__}.{name}" for name in callers
     }
