@@ -325,6 +325,28 @@ def test_a_batch_that_no_function_rewards_is_warned_of_and_goes_on(caplog):
     assert "3 completions of 3 without a reward (from lambda)" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("values", "is_told"),
+    [
+        ([2**53, 2**53 + 1, 0], True),
+        ([float(2**53), float(2**53 + 2), 0], True),
+        ([1e-320, 2e-320, 0], True),
+        ([np.float64(1 + 1e-9), 1.0, 0], True),
+        ([torch.tensor(2.0**40, dtype=torch.float64) + 1, 2**40, 0], True),
+        ([0.1 + 0.2, 0.3, 0], False),  # rounding
+        ([0.0, 1.0, 2**53], False),
+        ([1.0, 1.0, 1.0 + 1e-9], False),  # of another prompt
+        ([None, 1.0, 0], False),
+        ([None, None, 0], False),
+    ],
+)
+def test_rewards_that_only_float32_makes_equal_are_warned_of_once(values, is_told, caplog):
+    with contextlib.closing(RewardFunctions([constant(values)])) as functions:
+        for _ in range(2):
+            functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+    assert caplog.text.count("which are equal in float32") == int(is_told)
+
+
 def test_logged_columns_and_metrics_are_collected():
     def first(log_extra, log_metric, **kwargs):
         log_extra("seen", ["a", "b"])

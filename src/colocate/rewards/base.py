@@ -22,6 +22,7 @@ from colocate.rewards.errors import RewardError, blaming, describe
 from colocate.rewards.logs import FunctionLog, merge_logs
 from colocate.rewards.models import RewardModel
 from colocate.rewards.process_state import kept_trainer_state, users_code
+from colocate.rewards.ties import lost_difference
 from colocate.rewards.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class RewardFunctions:
         self.models: list[nn.Module] = [func.model for func in self._funcs if isinstance(func, RewardModel)]
         self._counts = counts or WorkCounts()
         self._limit = TimeLimit(timeout_s)
+        self._tied: set[str] = set()
         self._loop = BackgroundLoop(timeout_s)
 
     def score(
@@ -193,7 +195,7 @@ class RewardFunctions:
                     if isinstance(output, Awaitable):
                         pending[i] = (self._loop.submit(output), list(own["completions"]))
                     else:
-                        rewards[i] = _check_rewards(name, output, prompts, completions)
+                        rewards[i] = self._checked(name, output, prompts, completions)
                         self._counts.add(_COUNTED)
             for i, (future, completions_given) in pending.items():
                 self._limit.arm_last_resort()
@@ -202,13 +204,29 @@ class RewardFunctions:
                 with blaming(name, prompts, completions, completions_given):
                     with users_code(function), kept_trainer_state(function, shared["trainer_state"]):
                         output = self._loop.result(future)
-                    rewards[i] = _check_rewards(name, output, prompts, completions)
+                    rewards[i] = self._checked(name, output, prompts, completions)
                 self._counts.add(_COUNTED)
         finally:
             self._counts.at_work = ""
             self._limit.disarm_last_resort()
             for future, _ in pending.values():
                 future.cancel()  # harmless to those that are done; the rest would outlive an error
+        return rewards
+
+    def _checked(
+        self, name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]
+    ) -> list[float]:
+        """The rewards after `_check_rewards`, with one warning if float32 loses what tells them apart."""
+        values, rewards = _check_rewards(name, output, prompts, completions)
+        if name not in self._tied and (pair := lost_difference(prompts, values, rewards)) is not None:
+            self._tied.add(name)
+            logger.warning(
+                "The reward function %r gave one prompt's completions rewards from %r to %r, which are equal "
+                "in float32, in which rewards are compared: nothing is learnt from the difference. Subtract "
+                "from all rewards what they have in common, or return larger numbers.",
+                name,
+                *pair,
+            )
         return rewards
 
     def _warn_unrewarded(self, rewards: Tensor, shared: dict[str, Any]) -> None:
@@ -237,8 +255,11 @@ def _call(func: Callable[..., Any], arguments: dict[str, Any], num_completions: 
     return output
 
 
-def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-    """The N rewards as floats, after checking that float32 holds them; NaN in place of None."""
+def _check_rewards(
+    name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]
+) -> tuple[list[Any], list[float]]:
+    """The N rewards as they are and as floats, after checking that float32 holds them; NaN in place of
+    None."""
     if isinstance(output, Set):
         raise RewardError(
             f"The reward function {name!r} returned a {type(output).__name__}, which has no order: return a "
@@ -268,7 +289,7 @@ def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: 
                 f"A reward is a finite number of up to {_LARGEST:.1e}, as float32 holds, or None to leave "
                 "this completion to the other functions."
             )
-    return [number for number in numbers if number is not None]
+    return values, [number for number in numbers if number is not None]
 
 
 def _number(value: Any) -> float | None:
