@@ -88,8 +88,8 @@ class TrainingWindow:
         if evaluated := added[first_evaluated:]:
             logprobs = iter(old_logprobs([sample for entry in evaluated for sample in entry.samples]))
             for number, entry in enumerate(evaluated, first_evaluated):
-                name = "old_logprobs" if number >= num_on_policy else "logprobs_without_dropout"
-                entry.samples = [replace(sample, **{name: next(logprobs)}) for sample in entry.samples]
+                is_old = number >= num_on_policy
+                entry.samples = [_evaluated(sample, next(logprobs), is_old) for sample in entry.samples]
         for _ in range(self.num_iterations):
             self._queue.extend(added)
 
@@ -156,6 +156,13 @@ class TrainingWindow:
             for name, value in fields.items()
         }
         return Sample(**on_device)
+
+
+def _evaluated(sample: Sample, logprobs: Tensor, is_old: bool) -> Sample:
+    """The sample with its log-probs [C] without dropout: the old ones, or those of a step to come."""
+    if is_old:
+        return replace(sample, old_logprobs=logprobs)
+    return replace(sample, logprobs_without_dropout=logprobs)
 
 
 def _off_policy(sample: Sample, step_logprobs: Tensor) -> Sample:

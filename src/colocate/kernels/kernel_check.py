@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ def _draw(
     generator: torch.Generator, num_rows: int, depth: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """x [num_rows, depth] and weights [width, depth]."""
-    options = {"generator": generator, "device": generator.device}
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
     x = torch.randn(num_rows, depth, **options)
     return x.to(dtype), (torch.randn(width, depth, **options) / depth**0.5).to(dtype)
 

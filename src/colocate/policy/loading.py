@@ -197,18 +197,19 @@ def load_model(
         return model
     kwargs["dtype"] = asked_dtype(kwargs, bf16=bf16)
     with naming_damage(model, kwargs.get("revision")), adapters_are_whole(model):
-        try:
-            loaded, report = _class_for(model, kwargs).from_pretrained(
-                model, output_loading_info=True, **kwargs
-            )
-        except TypeError as error:
-            if "keyword argument" not in str(error):
-                raise
-            raise ValueError(
-                f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}"
-            ) from error
-        check_complete(model, report)
-        return loaded
+        return _load_whole(model, kwargs)
+
+
+def _load_whole(name: str, kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    model_class: Any = _class_for(name, kwargs)
+    try:
+        model, report = model_class.from_pretrained(name, output_loading_info=True, **kwargs)
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise ValueError(f"The model {name!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
+    check_complete(name, report)
+    return model
 
 
 def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
