@@ -27,6 +27,15 @@ def test_pages_fit_and_have_no_violation_of_axes_rules(visit, name, size, scheme
     assert found.violations_count == 0, found.generate_report()
 
 
+def test_a_phone_shows_all_that_the_table_of_runs_has(visit):
+    page = visit("comparison", PHONE)
+    cells = page.locator(".runs td")
+    assert cells.count() == 2 * 7
+    for cell in cells.all():
+        box = cell.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
+
+
 def test_the_crosshair_follows_mouse_keyboard_and_touch(visit):
     from playwright.sync_api import expect
 

@@ -1086,3 +1086,33 @@ def test_a_line_nested_too_deeply_for_a_parser_is_left_out(tmp_path):
     assert read_run(tmp_path).metric("reward") == [0.5]
     RunLog(tmp_path, resume_step=1).close()
     assert (tmp_path / "metrics.jsonl").read_text() == good
+
+
+def test_runs_side_by_side_have_the_titles_of_one_run_and_gaps_where_nothing_ended(tmp_path):
+    from colocate.reporting.comparison import write_comparison
+
+    for name, clipped in (("a", 1.0), ("b", 0.5)):
+        (tmp_path / name).mkdir()
+        records = [
+            {
+                "step": step, "wall_s": 1.0, "reward": 0.1 * step, "entropy": 1.0, "kl": 0.0,
+                "completions/clipped_ratio": clipped, "frac_reward_zero_std": 0.25,
+                "completions/mean_terminated_length": 0.0 if clipped == 1 else 40.0,
+                "rewards/accuracy_reward/mean": 0.5,
+            }
+            for step in (1, 2, 3)
+        ]  # fmt: skip
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    page = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "c.html").read_text()
+    for title in (
+        "Completions without signal: cut off at the limit",
+        "Completions without signal: group of equal rewards",
+        "Reward by accuracy_reward",
+        "Length of those that ended, mean",
+    ):
+        assert title in page
+    assert "completions/clipped_ratio" not in page and "frac_reward_zero_std" not in page
+    assert "0 at every step of all runs: KL to the reference." in page
+    assert all(math.isnan(v) for v in read_run(tmp_path / "a").metric("completions/mean_terminated_length"))
+    assert read_run(tmp_path / "b").metric("completions/mean_terminated_length") == [40.0] * 3

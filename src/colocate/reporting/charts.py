@@ -204,64 +204,103 @@ def time_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     return plot
 
 
+@dataclass(frozen=True)
+class _Small:
+    """A small chart of how the policy learns: its title, its curves and the arguments of `metric_chart`."""
+
+    title: str
+    curves: list[Curve]
+    zero: bool = False
+    percent: bool = False
+    log: bool = False
+    noisy: bool = True
+    note: str = ""
+    around: tuple[float, ...] = ()
+
+
+_SMALL = (
+    _Small(
+        "Completions without signal",
+        [
+            Curve("completions/clipped_ratio", "cut off at the limit", "orange"),
+            Curve("frac_reward_zero_std", "group of equal rewards", "slate"),
+        ],
+        zero=True,
+        percent=True,
+    ),
+    _Small("Entropy", [Curve("entropy", "entropy", "blue")], note="nats per token"),
+    _Small("KL to the reference", [Curve("kl", "KL", "purple")], zero=True, note="nats per token"),
+    _Small(
+        "Clipped tokens",
+        [
+            Curve("clip_ratio/low_mean", "low", "blue"),
+            Curve("clip_ratio/high_mean", "high", "orange"),
+            Curve("cispo_clip_ratio", "CISPO", "purple"),
+        ],
+        zero=True,
+        percent=True,
+    ),
+    _Small("Gradient norm", [Curve("grad_norm", "gradient norm", "blue")], log=True),
+    _Small("Loss", [Curve("loss", "loss", "blue")]),
+    _Small("Learning rate", [Curve("learning_rate", "learning rate", "slate")], zero=True, noisy=False),
+    _Small(
+        "Rollout against trainer",
+        [
+            Curve("sampling/sampling_logp_difference/mean", "mean", "blue"),
+            Curve("sampling/sampling_logp_difference/max", "max", "orange"),
+        ],
+        log=True,
+        note="|log-prob difference|",
+    ),
+    _Small(
+        "Importance-sampling ratio",
+        [
+            Curve("sampling/importance_sampling_ratio/min", "min", "slate"),
+            Curve("sampling/importance_sampling_ratio/mean", "mean", "blue"),
+            Curve("sampling/importance_sampling_ratio/max", "max", "orange"),
+        ],
+        note="1: same policy",
+        around=(0.9, 1.1),
+    ),
+)
+_TITLES = {
+    "reward": "Reward",
+    "reward_std": "Reward, standard deviation",
+    "completions/mean_length": "Completion length",
+    **{f"completions/{which}_length": f"Completion length, {which}" for which in ("min", "max")},
+    **{
+        f"completions/{which}_terminated_length": f"Length of those that ended, {which}"
+        for which in ("mean", "min", "max")
+    },
+    **{
+        curve.metric: chart.title if len(chart.curves) == 1 else f"{chart.title}: {curve.label}"
+        for chart in _SMALL
+        for curve in chart.curves
+    },
+}
+
+
+def title_of(metric: str) -> str:
+    """What the report of one run calls a metric; the metric's own name where it has no title there."""
+    room, _, of_function = metric.partition("/")
+    if room == "rewards" and "/" in of_function:
+        name, _, what = of_function.rpartition("/")
+        return f"Reward by {name}" + ("" if what == "mean" else f", {what}")
+    return _TITLES.get(metric, metric)
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is drawn from 0 in percent."""
+    return any(chart.percent for chart in _SMALL for curve in chart.curves if curve.metric == metric)
+
+
 def metric_charts(run: Run) -> list[Plot]:
     """The small charts of how the policy learns, as far as the run has data for them."""
-    charts: list[Plot | None] = [
-        reward_functions_chart(run),
-        length_chart(run),
-        metric_chart(
-            run,
-            "Completions without signal",
-            [
-                Curve("completions/clipped_ratio", "cut off at the limit", "orange"),
-                Curve("frac_reward_zero_std", "group of equal rewards", "slate"),
-            ],
-            zero=True,
-            percent=True,
-        ),
-        metric_chart(run, "Entropy", [Curve("entropy", "entropy", "blue")], note="nats per token"),
-        metric_chart(
-            run, "KL to the reference", [Curve("kl", "KL", "purple")], zero=True, note="nats per token"
-        ),
-        metric_chart(
-            run,
-            "Clipped tokens",
-            [
-                Curve("clip_ratio/low_mean", "low", "blue"),
-                Curve("clip_ratio/high_mean", "high", "orange"),
-                Curve("cispo_clip_ratio", "CISPO", "purple"),
-            ],
-            zero=True,
-            percent=True,
-        ),
-        metric_chart(run, "Gradient norm", [Curve("grad_norm", "gradient norm", "blue")], log=True),
-        metric_chart(run, "Loss", [Curve("loss", "loss", "blue")]),
-        metric_chart(
-            run, "Learning rate", [Curve("learning_rate", "learning rate", "slate")], zero=True, noisy=False
-        ),
-        metric_chart(
-            run,
-            "Rollout against trainer",
-            [
-                Curve("sampling/sampling_logp_difference/mean", "mean", "blue"),
-                Curve("sampling/sampling_logp_difference/max", "max", "orange"),
-            ],
-            log=True,
-            note="|log-prob difference|",
-        ),
-        metric_chart(
-            run,
-            "Importance-sampling ratio",
-            [
-                Curve("sampling/importance_sampling_ratio/min", "min", "slate"),
-                Curve("sampling/importance_sampling_ratio/mean", "mean", "blue"),
-                Curve("sampling/importance_sampling_ratio/max", "max", "orange"),
-            ],
-            note="1: same policy",
-            around=(0.9, 1.1),
-        ),
-    ]
-    return [chart for chart in charts if chart]
+    drawn = [reward_functions_chart(run), length_chart(run)]
+    for chart in _SMALL:
+        options = {name: value for name, value in vars(chart).items() if name not in ("title", "curves")}
+        drawn.append(metric_chart(run, chart.title, chart.curves, **options))
+    return [chart for chart in drawn if chart]
 
 
 def other_metric_charts(run: Run) -> list[Plot]:

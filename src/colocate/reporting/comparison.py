@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from colocate.reporting import charts
 from colocate.reporting.axes import Axis, compact
+from colocate.reporting.axes import percent as as_percent
 from colocate.reporting.controls import controls
 from colocate.reporting.curves import course, ends, smooth, smoothing_window
 from colocate.reporting.language import lang_attribute
@@ -27,6 +29,7 @@ _FIRST = (
 _LEFT_OUT = frozenset({"num_tokens", "step_time"})
 _SETTINGS = frozenset({"learning_rate"})
 _MOST_METRICS = 30
+_COLUMNS = ("steps", "reward", "held-out reward", "time", "tokens/s", "peak GiB")
 
 
 def write_comparison(run_dirs: Sequence[str | Path], path: str | Path = COMPARISON_FILE) -> Path:
@@ -87,12 +90,12 @@ def _warning(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("run", "steps", "reward", "held-out reward", "time", "tokens/s", "peak GiB")
-    )
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("run", *_COLUMNS))
     rows = "".join(_row(run, name, color) for run, name, color in zip(runs, names, PALETTE, strict=False))
-    return card(_scrolled("The runs", f'<table class="runs"><tr>{head}</tr>{rows}</table>'), "gap")
+    return card(
+        _scrolled("The runs", f'<table class="runs" role="table"><tr role="row">{head}</tr>{rows}</table>'),
+        "gap",
+    )
 
 
 def _row(run: Run, name: str, color: str) -> str:
@@ -107,20 +110,30 @@ def _row(run: Run, name: str, color: str) -> str:
         compact(run.throughput),
         compact(max(peaks) / 2**30) if peaks else "–",
     )
-    key = f'<td class="key"><i class="b-{color}"></i>{escape(name)}</td>'
-    return f"<tr>{key}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    key = f'<td role="cell" class="key"><i class="b-{color}"></i>{escape(name)}</td>'
+    named = (
+        f'<td role="cell" data-name="{name}">{cell}</td>' for name, cell in zip(_COLUMNS, cells, strict=True)
+    )
+    return f'<tr role="row">{key}{"".join(named)}</tr>'
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> str:
     found = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _LEFT_OUT)
     metrics = [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
-    first, rest = "", metrics[:_MOST_METRICS]
+    flat = [name for name in metrics if all(_is_zero(run.metric(name)) for run in runs)]
+    first, rest = "", [name for name in metrics if name not in flat][:_MOST_METRICS]
     if rest[:1] == ["reward"]:
         wide, narrow = (overlay(runs, names, rest[0], size) for size in (WIDE, NARROW))
         first = wide_card(wide, narrow)
         rest = rest[1:]
     drawn = [overlay(runs, names, metric) for metric in rest]
-    return f'{first}<div class="grid3 gap">{"".join(card(chart) for chart in drawn)}</div>'
+    listed = ", ".join(charts.title_of(name) for name in flat)
+    zeros = f'<p class="facts gap">0 at every step of all runs: {escape(listed)}.</p>' if flat else ""
+    return f'{first}<div class="grid3 gap">{"".join(card(chart) for chart in drawn)}</div>{zeros}'
+
+
+def _is_zero(values: Sequence[float]) -> bool:
+    return not any(math.isfinite(value) and value != 0 for value in values)
 
 
 def overlay(
@@ -131,9 +144,13 @@ def overlay(
     curves = [(run.x, run.metric(metric), window) for run, window in zip(runs, windows, strict=True)]
     means = [smooth(ys, window) for _, ys, window in curves]
     plot = Plot(
-        metric,
+        charts.title_of(metric),
         charts.step_axis([x for xs, _, _ in curves for x in xs], size[0]),
-        Axis.around([y for ys in means for y in ys]),
+        Axis.around(
+            [y for ys in means for y in ys],
+            zero=charts.is_share(metric),
+            format=as_percent if charts.is_share(metric) else None,
+        ),
         legend=[(name, color, "line") for name, color in zip(names, PALETTE, strict=False)],
         width=size[0],
         height=size[1],

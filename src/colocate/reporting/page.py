@@ -89,6 +89,11 @@ svg.plot:focus-visible{{outline:2px solid var(--blue);outline-offset:4px;border-
 html{{scroll-padding-top:64px}}
 @media (max-width:720px){{main{{padding:20px 12px 32px}}.wide{{display:none}}
  .two{{grid-column:auto}}.narrow{{display:block}}
+ .runs tr:first-child{{display:none}}.runs tr{{display:grid;grid-template-columns:repeat(3,1fr);
+ gap:6px 12px;padding:10px 0}}.runs td{{border-top:0;padding:0;text-align:left;white-space:normal}}
+ .runs .key{{grid-column:1/-1;overflow-wrap:anywhere}}
+ .runs td[data-name]::before{{content:attr(data-name);display:block;color:var(--muted);font-size:12px}}
+ .runs tr+tr+tr{{border-top:1px solid var(--line)}}
  .tile:last-child:nth-child(odd){{grid-column:span 2}}.view input{{width:64px}}.view{{gap:8px 10px}}
  .view .facts{{font-size:12.5px;flex-basis:100%}}html{{scroll-padding-top:124px}}
  .tiles{{grid-template-columns:repeat(2,1fr)}}.tile{{padding:12px}}.tile b{{font-size:19px}}}}

@@ -52,6 +52,9 @@ class Run:
             for record in self.steps:
                 is_carried = name not in record and values
                 values.append(values[-1] if is_carried else number(record.get(name)))
+            if name.endswith("_terminated_length"):  # logged as 0, as in TRL, where no completion has ended
+                cut = self.metric("completions/clipped_ratio")
+                values = [math.nan if c == 1 else v for v, c in zip(values, cut, strict=True)]
             self._metrics[name] = values
         return self._metrics[name]
 
