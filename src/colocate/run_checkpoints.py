@@ -22,6 +22,7 @@ from colocate.experience.refill import RefillingSelector
 from colocate.parallel.watch import watched
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.redaction import redacted
+from colocate.reporting.panel import without_bars
 from colocate.reporting.provenance import provenance
 from colocate.requirements import IN_COMPLETIONS, marked
 from colocate.run import Run
@@ -63,7 +64,8 @@ def write_model(run: Run, directory: Path) -> None:
         save_parts(run.model, directory, mesh.weight_group, is_writer=is_main)
     if is_main:
         if not is_split:
-            run.model.save_pretrained(directory)
+            with without_bars():  # a log would have each of its states
+                run.model.save_pretrained(directory)
         run.tokenizer.save_pretrained(directory)
         torch.save(run.args.without_secrets(), directory / "training_args.bin")
         if hasattr(run.model, "peft_config"):

@@ -123,6 +123,15 @@ def test_the_run_ends_with_what_to_type_next(home, capsys):
     ]
 
 
+def test_a_log_has_no_bars_of_other_libraries(home, capfd):
+    transformers_logging.enable_progress_bar()
+    assert main(shlex.split("train run.yaml --output_dir runs/quiet --max_steps 2 --save_steps 1")) == 0
+    printed = capfd.readouterr()
+    for text in (printed.out, printed.err):
+        assert "\r" not in text and "it/s" not in text and "examples/s" not in text
+    assert transformers_logging.is_progress_bar_enabled(), "the switch is put back"
+
+
 def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, capsys, monkeypatch):
     (home / "split").mkdir()
     for name in ("train", "test"):

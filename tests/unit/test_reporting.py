@@ -1106,8 +1106,8 @@ def test_runs_side_by_side_have_the_titles_of_one_run_and_gaps_where_nothing_end
         (tmp_path / name / "metrics.jsonl").write_text(text)
     page = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "c.html").read_text()
     for title in (
-        "Completions without signal: cut off at the limit",
-        "Completions without signal: group of equal rewards",
+        "Completions cut off at the limit",
+        "Groups of equal rewards",
         "Reward by accuracy_reward",
         "Length of those that ended, mean",
     ):

@@ -240,26 +240,26 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
     config = GRPOConfig(**with_model_options(run, options))
     _refuse_moved(file, config)
     reward_funcs = _reward_functions(run)
-    data = RunData(run, config)
-    train_dataset, eval_dataset = data.load()
-    config.dataset_weights = data.weights or config.dataset_weights
-    if is_main:
-        say_row("left out", "; ".join(data.left_out))
-        say_unnecessary(run, options)
-    trainer = GRPOTrainer(
-        model=run.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=config,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=_peft_config(run),
-        quantization_config=_quantization_config(run, config),
-        callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
-        tools=[get_tool(name) for name in run.tools] or None,
-        environment_factory=run.environment_factory and get_tool(run.environment_factory),
-    )
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    with without_bars():  # one would stand between the lines that say where everything is
+    with without_bars():  # of other libraries, which would stand in the header, and fill a log
+        data = RunData(run, config)
+        train_dataset, eval_dataset = data.load()
+        config.dataset_weights = data.weights or config.dataset_weights
+        if is_main:
+            say_row("left out", "; ".join(data.left_out))
+            say_unnecessary(run, options)
+        trainer = GRPOTrainer(
+            model=run.model_name_or_path,
+            reward_funcs=reward_funcs,
+            args=config,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            peft_config=_peft_config(run),
+            quantization_config=_quantization_config(run, config),
+            callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
+            tools=[get_tool(name) for name in run.tools] or None,
+            environment_factory=run.environment_factory and get_tool(run.environment_factory),
+        )
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         trainer.save_model(str(config.run_dir))
     if is_main:
         is_known = run.test_split_size or not (run.datasets or run.eval_datasets)

@@ -277,6 +277,8 @@ _TITLES = {
         for chart in _SMALL
         for curve in chart.curves
     },
+    "completions/clipped_ratio": "Completions cut off at the limit",
+    "frac_reward_zero_std": "Groups of equal rewards",
 }
 
 
