@@ -48,6 +48,7 @@ from colocate.policy.router_loss import router_loss_coef
 from colocate.policy.stack import runs_packed, tell_fallbacks
 from colocate.policy.trainable import check_trainable
 from colocate.policy.trained_weights import check_trained_weights
+from colocate.policy.training_mode import training_only
 from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
 from colocate.reporting.work_counts import WorkCounts
@@ -236,13 +237,23 @@ def build_selector(policy: Policy, args: GRPOConfig, rewards: RewardFunctions) -
 
 
 def build_window(model: nn.Module, args: GRPOConfig, device: torch.device) -> TrainingWindow:
-    """The window, which evaluates all completions without dropout if the model has dropout, and something in
-    the loss compares the policy with what the engine reports."""
+    """The window, which evaluates all completions in evaluation mode if the model has dropout or other noise,
+    and something in the loss compares the policy with what the engine reports."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in active_dropout(model).items())
+    others = [] if runs_packed(model) else training_only(model)
+    if others and args.process_index == 0:
+        logger.warning(
+            f"In training mode {', '.join(others)} computes something else than in rollouts, dropout aside: "
+            "gradients are of another model than the one that generates. If that is noise of a router, set "
+            "its rate to 0 in the model's configuration. If an adapter is on such a module, take it out of "
+            "target_modules."
+        )
     is_compared = args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None
     is_compared = is_compared or args.loss_type == "dppo"
-    evaluates_all = bool(rates) and is_compared and not arguments_of_model_generate(args.generation_kwargs)
-    if evaluates_all and args.process_index == 0:
+    evaluates_all = (
+        bool(rates or others) and is_compared and not arguments_of_model_generate(args.generation_kwargs)
+    )
+    if evaluates_all and rates and args.process_index == 0:
         logger.warning(
             f"The model is trained with dropout ({rates}), and rollouts have none. What compares the two "
             "(vllm_importance_sampling_correction) does so without dropout, which costs one more forward "

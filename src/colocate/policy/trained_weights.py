@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from colocate.policy.training_mode import check_wrapper
 from colocate.weights.adapters import unreproducible_adapter, why_not_trained
 from colocate.weights.layouts import causal_lm
 from colocate.weights.quantized import is_4bit, is_repacked, keep_packing
@@ -16,7 +17,7 @@ def check_trained_weights(model: nn.Module) -> None:
 
     Raises:
         ValueError: quantised weights without an adapter, or re-packed for inference; an adapter that is
-            merged, works in PEFT's wrapper or must be told of every step.
+            merged, works in PEFT's wrapper (`check_wrapper`) or must be told of every step.
     """
     if not hasattr(model, "peft_config"):
         _check_quantization(model)
@@ -33,6 +34,7 @@ def check_trained_weights(model: nn.Module) -> None:
                     "anew, and call model.train() before it runs."
                 )
             keep_packing(module)
+    check_wrapper(model)
 
 
 def _check_quantization(model: nn.Module) -> None:
