@@ -7,9 +7,11 @@ import threading
 import time
 import types
 
+import pytest
 from rich.console import Console, ConsoleDimensions
 from rich.style import Style
 
+from colocate.parallel.last_words import in_lines
 from colocate.reporting.progress import Progress, sparkline
 
 GIB = 2**30
@@ -77,6 +79,20 @@ def test_a_panel_tells_how_far_the_first_rollout_is_and_when_the_run_will_end():
         progress.update(5, 10, record_of(5))
         progress._end_s -= 4
         assert "ETA 0:00:06" in panel_of(progress, 99, 24)[0]  # it goes down between steps
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_sentences_break_between_words_and_commands_stay_whole(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    resume = "Measure it: colocate eval runs/gsm8k --reward_funcs rewards.py:right --num_samples 4 --k 2"
+    told = "Stopped by Ctrl-C after step 3 of 10; saved to runs/" + "gsm8k-lora-of-a-long-name/checkpoint-3."
+    text = f"{told} {told} {told}\n{resume}\n/a/path/{'x' * 150}"
+    terminal, log = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True
+    lines = in_lines(text, terminal).splitlines()
+    assert " ".join(lines).split() == text.split() and resume in lines
+    assert all(len(line) <= columns or " " not in line or line == resume for line in lines)
+    assert in_lines(text, log) == text
 
 
 def test_phases_that_not_every_step_has_count_in_the_step_time():

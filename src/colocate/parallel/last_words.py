@@ -7,8 +7,12 @@ shows what each of them prints.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+import textwrap
 from contextlib import suppress
+from typing import TextIO
 
 
 def say(text: str) -> None:
@@ -18,7 +22,7 @@ def say(text: str) -> None:
     """
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        print(text, file=sys.stderr, flush=True)
+        print(in_lines(text, sys.stderr), file=sys.stderr, flush=True)
     is_said = False
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # Ranks that cannot ask each other say what they know, each of them.
@@ -28,4 +32,20 @@ def say(text: str) -> None:
             place = place_of_launcher()
             is_said = place is not None and place.ends_as_first(text)
     if not (is_first or is_said):
-        print(text, file=sys.stderr, flush=True)
+        print(in_lines(text, sys.stderr), file=sys.stderr, flush=True)
+
+
+def in_lines(text: str, stream: TextIO) -> str:
+    """The text with its lines broken between words if it goes to a terminal, which breaks within words.
+
+    A line that is a command, or ends with one, stays whole, so that it can be copied; so does a traceback.
+    """
+    if not stream.isatty() or "Traceback (most recent call last)" in text:
+        return text
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(
+        line
+        if re.match(r"(\w[\w ]*: )?colocate \w[\w-]* (?:[^:]|:(?=\S))+$", line)
+        else textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import is_in_notebook
 
+from colocate.parallel.last_words import in_lines
 from colocate.reporting.axes import compact
 from colocate.reporting.notebook import NotebookTable
 from colocate.reporting.panel import LivePanel
@@ -154,7 +155,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a text about the run, above the panel if there is one."""
         if self._shows:
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(in_lines(text, self._console.file)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning above the panel; on a terminal its lines break between words."""
