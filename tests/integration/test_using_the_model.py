@@ -361,6 +361,7 @@ def test_gguf_without_its_package_or_with_a_model_that_it_refuses_says_what_to_d
 BAD = {
     "colocate chat runs/nothing": "There is no directory 'runs/nothing'",
     "colocate chat run.yaml": "run.yaml is a file",
+    "colocate chat nofile.yaml": "There is no directory 'nofile.yaml'",
     "colocate chat runs": "has no model: neither config.json nor",
     "colocate eval model runs/sums": "is what the run was trained on, and nothing of it was held out",
     "colocate eval model --dataset test.jsonl": "There is no reward function",

@@ -104,7 +104,11 @@ def _directory_of(name: str) -> Path | None:
     if not path.is_dir():
         if path.exists():
             raise ValueError(f"{name} is a file; name the directory of a run, a checkpoint or a model.")
-        if _is_path(name) or (path.parent != Path() and path.parent.is_dir()):
+        if (
+            _is_path(name)
+            or path.suffix in (".yaml", ".yml")
+            or (path.parent != Path() and path.parent.is_dir())
+        ):
             raise ValueError(f"There is no directory {name!r}: name a run, a checkpoint or a model.")
         return None
     if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
