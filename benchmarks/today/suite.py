@@ -45,6 +45,9 @@ class TodaySuite(Suite):
         parser.add_argument("--rounds", type=int, default=3)
         parser.add_argument("--sites", nargs="*", default=[], help="folders of packages; the newest last")
         parser.add_argument("--tests", nargs="*", default=[*IN_PROCESSES, *ALONE])
+        parser.add_argument(
+            "--note", default="", help="what versions do not say, such as other CUDA libraries"
+        )
 
     def measure(self, part: str) -> None:
         if part == "tests":
@@ -60,7 +63,7 @@ class TodaySuite(Suite):
     def _run_tests(self, site: str) -> None:
         together = [path for path in self.options.tests if path in IN_PROCESSES]
         alone = [path for path in self.options.tests if path not in IN_PROCESSES]
-        for processes, paths in ((8, together), (1, alone)):
+        for processes, paths in ((4, together), (1, alone)):
             if paths:
                 options = ["--processes", processes, "--out", self.out("tests")]
                 self.run("today.tests", *options, *paths, **self._packages(site))
@@ -82,7 +85,8 @@ class TodaySuite(Suite):
             for record in records
             if record["kind"] == "tests"
         ]
-        return {"decode_step_s": steps, "decode_speed": decode_ratios(records), "tests": tests}
+        speeds = decode_ratios(records)
+        return {"note": self.options.note, "decode_step_s": steps, "decode_speed": speeds, "tests": tests}
 
 
 def stack_of(record: Record) -> str:

@@ -26,6 +26,8 @@ def main(cache: str, output_dir: str, *options: str) -> None:
     captured: list[int] = []
 
     def note(*, src, **_):
+        if src.fn.__module__.startswith("torch."):  # from 2.15 on PyTorch has some of its own
+            return
         is_ahead = threading.current_thread().name.startswith("compile_ahead")
         compiled[AHEAD if is_ahead else AS_NEEDED].append(src.name)
 

@@ -284,7 +284,10 @@ def test_bytes_are_those_of_the_allocator(trains_head, entropy_gradient, keep_so
     outputs = hidden.nbytes + trains_head * weight.nbytes
     told = dict(options, trains_head=trains_head, entropy_gradient=entropy_gradient)
     expected = logprob_bytes(n, d, v, torch.bfloat16, **told)
-    assert abs(peak - outputs - expected) <= n * 4 * 16 + 6 * 2**20  # the allocator leaves up to 1 MiB unused
+    unused = n * 4 * 16 + 6 * 2**20  # the allocator leaves up to 1 MiB unused
+    # PyTorch 2.11 keeps cuBLAS's workspace, and 2.15 takes it anew for each product.
+    workspace = 0 if torch.__version__.startswith("2.11.") else 32 * 2**20
+    assert -unused <= peak - outputs - expected <= unused + workspace
 
 
 @pytest.mark.gpu

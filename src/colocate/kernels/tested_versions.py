@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 TESTED = {
-    "PyTorch": ("2.11",),
+    "PyTorch": ("2.11", "2.15"),
     "Triton": ("3.6", "3.9"),
 }
 
