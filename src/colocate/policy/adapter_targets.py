@@ -38,8 +38,8 @@ def without_routers(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
     return config
 
 
-def refused_by_peft(model: nn.Module, peft_config: PeftConfig, error: ValueError) -> ValueError:
-    """What to raise where PEFT refuses a configuration for a model: its words, and what to set."""
+def refused_by_peft(model: nn.Module, peft_config: PeftConfig, error: Exception) -> ValueError:
+    """The error for a configuration that PEFT refuses for a model: its words, and what to set."""
     targets = getattr(peft_config, "target_modules", None)
     return ValueError(
         f"PEFT cannot put {type(peft_config).__name__}(target_modules={targets!r}) into "

@@ -253,6 +253,8 @@ def _check_pair(path: Path, a_key: str, a: StoredTensor, b_key: str, b: StoredTe
     """Raise DamagedFile unless two tensors are the factors [r, in] and [out, r] of an update."""
     if b is None:
         raise DamagedFile(path, "adapter", f"{a_key!r} has no {b_key!r}")
+    if a.dtype is None or b.dtype is None:
+        raise DamagedFile(path, "adapter", f"{a_key!r} or {b_key!r} is of a type that no model is trained in")
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         raise DamagedFile(
             path, "adapter", f"{a_key!r} of {a.shape} and {b_key!r} of {b.shape} have no product"

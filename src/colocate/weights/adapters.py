@@ -251,6 +251,8 @@ def why_not_trained(config: Any) -> str | None:
             f"{name} with monteclora_config adds a loss of its own to every step, which nothing here does. "
             "Drop monteclora_config."
         )
+    if config.peft_type == "TRAINABLE_TOKENS" and not config.token_indices:
+        return f"{name} (TRAINABLE_TOKENS) trains the embeddings of the tokens in token_indices, and that is empty."
     return None
 
 
