@@ -252,7 +252,7 @@ def why_not_trained(config: Any) -> str | None:
             "Drop monteclora_config."
         )
     if config.peft_type == "TRAINABLE_TOKENS" and not config.token_indices:
-        return f"{name} (TRAINABLE_TOKENS) trains the embeddings of the tokens in token_indices, and that is empty."
+        return f"{name} (TRAINABLE_TOKENS) trains no token, as its token_indices is empty."
     return None
 
 
