@@ -29,7 +29,7 @@ from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
-from colocate.memory.sleeping import SleepingWeights
+from colocate.memory.sleeping import SleepingWeights, give_own_memory
 from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate
@@ -371,6 +371,12 @@ def build_scorers(
     weights: list[torch.Tensor] = [weight for scorer in rewards.models for weight in scorer.parameters()]
     weights += [] if reference is None else reference.weights()
     in_use = [local_part(parameter) for parameter in model.parameters()]
+    if weights and device.type == "cpu" and args.process_index == 0:
+        logger.warning(
+            "offload_scorers=True frees nothing on a CPU: reward models and reference are copied from host "
+            "memory to host memory and back in each rollout. Leave it out."
+        )
+    give_own_memory(weights, in_use)
     return SleepingWeights([local_part(weight) for weight in weights], device, in_use=in_use)
 
 

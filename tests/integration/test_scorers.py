@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_runs import make_model, make_trainer, without_timings
+from transformers import AutoModelForSequenceClassification
 
 import tiny
 from colocate.config import GRPOConfig
@@ -15,13 +16,13 @@ from colocate.memory.sleeping import SleepingWeights
 
 def run(output_dir: Any, *, offload: bool, watch: Any = None, **options: Any) -> Any:
     """A run with a reward model, a reference and evaluations, in full fine-tuning."""
+    defaults = {
+        "reward_funcs": [tiny.make_reward_model(), tiny.count_digits],
+        "reward_processing_classes": [tiny.make_tokenizer(), None],
+        **{"beta": 0.1, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "seed": 3},
+    }
     trainer = tiny.make_trainer(
-        output_dir,
-        reward_funcs=[tiny.make_reward_model(), tiny.count_digits],
-        reward_processing_classes=[tiny.make_tokenizer(), None],
-        eval_dataset=tiny.sums(4),
-        offload_scorers=offload,
-        **{"beta": 0.1, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "seed": 3} | options,
+        output_dir, eval_dataset=tiny.sums(4), offload_scorers=offload, **defaults | options
     )
     if watch is not None:
         watch(trainer)
@@ -69,6 +70,31 @@ def test_each_sleeps_while_another_works(tmp_path, monkeypatch):
     run(tmp_path, offload=True, watch=watch)
     assert seen["play"] == seen["update"] == seen["all"] and seen["all"] != {0}
     assert seen["score"] == seen["reference_logprobs"] == {0}
+
+
+def test_a_reward_model_in_a_mapped_file_sleeps_and_scores_as_it_would_awake(tmp_path, caplog):
+    """It is given by its name or loaded by the user."""
+    directory = tmp_path / "reward"
+    tiny.make_reward_model().save_pretrained(directory)
+    tiny.make_tokenizer().save_pretrained(directory)
+    loaded = AutoModelForSequenceClassification.from_pretrained(directory)
+    assert not any(weight.untyped_storage().resizable() for weight in loaded.parameters())
+    logs = [
+        run(
+            tmp_path / str(i),
+            offload=offload,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=None,
+            max_steps=2,
+        ).state.log_history
+        for i, (reward_funcs, offload) in enumerate(
+            [([str(directory)], False), ([str(directory)], True), ([loaded], True)]
+        )
+    ]
+    rewards = [[record["reward"] for record in log if "reward" in record] for log in logs]
+    assert rewards[0] == rewards[1] == rewards[2] and len(rewards[0]) == 2
+    lines = [line for line in caplog.messages if "offload_scorers=True frees nothing on a CPU" in line]
+    assert len(lines) == 2
 
 
 def test_without_scorers_there_is_nothing_to_move(tmp_path):

@@ -80,7 +80,10 @@ class HostStore:
         if self._away:
             return
         self.fetch()
-        storages = _whole_storages(tensors, in_use)
+        try:
+            storages = _whole_storages(tensors, in_use)
+        except ValueError as error:
+            raise ValueError(f"{error} Set {self._without}.") from None
         sizes = [storage.nbytes() for storage in storages]
         self._reserve(sum(_aligned(size) for size in sizes))
         moved = [_Moved(*pair) for pair in zip(storages, self._places(sizes), strict=True)]

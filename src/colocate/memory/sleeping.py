@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from colocate.memory.offload import HostStore
+from colocate.weights.weight_parts import local_part
 
 
 class SleepingWeights:
@@ -43,3 +44,16 @@ class SleepingWeights:
         """Bring them back. Waking twice is harmless."""
         if self._store is not None:
             self._store.fetch()
+
+
+def give_own_memory(weights: Iterable[Tensor], in_use: Iterable[Tensor]) -> None:
+    """Copy each weight in a mapped file, whose memory cannot be freed, into memory of PyTorch's own.
+
+    Weights loaded for a CPU stay in their file if they keep its type. Those that share their memory with a
+    tensor `in_use` are left for `SleepingWeights` to refuse.
+    """
+    busy = {tensor.untyped_storage().data_ptr() for tensor in in_use}
+    for weight in weights:
+        storage = local_part(weight).untyped_storage()
+        if not storage.resizable() and storage.data_ptr() not in busy:
+            weight.data = weight.data.clone()
