@@ -6,12 +6,15 @@ Trains each case in `<directory>/<case>` and leaves its parameters there, or wha
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from small_runs import ends_with_the_first_step, make_model, make_trainer, share
 
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
+from colocate.experience import ranks
+from colocate.experience.judge import RankShare
 from colocate.parallel.mesh import Mesh
 from colocate.policy.policy import Policy
 from colocate.weights.weight_parts import whole_tensor
@@ -64,12 +69,27 @@ def noting_prompts(prompts: list[str], completion_ids: list[list[int]], **column
     return share_of_early_letters(completion_ids)
 
 
-def slower_on_rank_1(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    time.sleep(0.5 * int(os.environ.get("RANK", "0")))
-    return share_of_early_letters(completion_ids)
+@contextmanager
+def rank_0_waits_for_rank_1() -> Iterator[None]:
+    """Let rank 1 score half a second longer than rank 0, counted from when rank 0 stands and waits."""
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), int(os.environ["RANK"])
+    gather, numbers = ranks.of_all_ranks, itertools.count()
+
+    def of_all_ranks(told: list[Any]) -> list[Any]:
+        if isinstance(told[0], RankShare):
+            moment = f"rollout {next(numbers)} is scored by rank 0"
+            if rank == 0:
+                store.set(moment, "")
+            else:
+                store.wait([moment])
+                time.sleep(0.5)
+        return gather(told)
+
+    with mock.patch.object(ranks, "of_all_ranks", of_all_ranks):
+        yield
 
 
-CASES["waiting"] = CASES["grpo"] | {"reward_funcs": slower_on_rank_1, "max_steps": 2}
+CASES["waiting"] = CASES["grpo"] | {"max_steps": 2}
 NOTED: list[list[str]] = []
 # Three of ten rows in each step: the second step of the three that follow begins an epoch.
 CASES["rows"] = CASES["grpo"] | {"save_strategy": "steps", "save_steps": 2, "reward_funcs": noting_prompts}
@@ -153,7 +173,8 @@ def main() -> None:
             build(directory, case, 2, callbacks=[StopAfterThreeSteps]).train()
         trainer = build(directory, case, 2)
         assert trainer.accelerator.num_processes == 2
-        trainer.train(resume_from_checkpoint=resume)
+        with rank_0_waits_for_rank_1() if case == "waiting" else nullcontext():
+            trainer.train(resume_from_checkpoint=resume)
         if case in SPLIT_CASES:
             trainer.save_model()
             continue

@@ -113,7 +113,7 @@ def test_two_processes_replace_the_same_groups(runs):
 
 
 def test_the_wait_for_the_slowest_process_is_told(runs):
-    """Its rewards take half a second more. One process waits for none."""
+    """It is done half a second after the other began to wait. One process waits for none."""
     directory, _ = runs
 
     def waited_s(output_dir: Path) -> list[float]:
@@ -121,7 +121,7 @@ def test_the_wait_for_the_slowest_process_is_told(runs):
         return [json.loads(line).get("rank_wait_s", 0.0) for line in lines]
 
     waits_s = waited_s(directory / "waiting")
-    assert len(waits_s) == 2 and all(0.4 < seconds < 2 for seconds in waits_s)
+    assert len(waits_s) == 2 and all(seconds > 0.49 for seconds in waits_s)
     assert waited_s(directory / "one" / "waiting") == [0.0, 0.0]
 
 
