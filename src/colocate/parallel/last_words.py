@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 from contextlib import suppress
-from typing import TextIO
+from typing import IO
 
 
 def say(text: str) -> None:
@@ -35,7 +35,7 @@ def say(text: str) -> None:
         print(in_lines(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def in_lines(text: str, stream: TextIO) -> str:
+def in_lines(text: str, stream: IO[str]) -> str:
     """The text with its lines broken between words if it goes to a terminal, which breaks within words.
 
     A line that is a command, or ends with one, stays whole, so that it can be copied; so does a traceback.

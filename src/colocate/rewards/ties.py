@@ -25,13 +25,14 @@ def lost_difference(
         rewards: N rewards as float64.
     """
     exact = [value if type(value) is int else reward for value, reward in zip(values, rewards, strict=True)]
+    rounded = np.asarray(rewards, np.float32).tolist()
     # A function that rewards a group alike, or rewards that float32 tells apart: nearly always.
-    if len(set(np.float32(rewards))) == len(rewards) or len(set(exact)) == 1:
+    if len(set(rounded)) == len(rewards) or len(set(exact)) == 1:
         return None
     start = 0
     for _, same in itertools.groupby(prompts):
         group = slice(start, start := start + len(list(same)))
-        if len(set(np.float32(rewards[group]))) > 1:
+        if len(set(rounded[group])) > 1:
             continue
         low, high = min(exact[group]), max(exact[group])
         if _is_real(low, high):
