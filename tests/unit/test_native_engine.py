@@ -220,7 +220,7 @@ def test_a_fused_model_saves_a_checkpoint_like_any_other(name, tmp_path):
 
 def test_longrope_beyond_its_original_context_is_refused_with_the_numbers():
     model = make_model("llama-longrope")
-    with pytest.raises(ValueError, match=r"max_model_len=65.*longrope.* = 64"):
+    with pytest.raises(ValueError, match=r"vllm_max_model_length=65.*longrope.* = 64"):
         NativeEngine(model, max_model_len=65)
     with pytest.raises(ValueError, match=r"66, more than the engine's context of 64.*longrope"):
         greedy(awake(model), make_prompts([60]), 6)
@@ -229,7 +229,7 @@ def test_longrope_beyond_its_original_context_is_refused_with_the_numbers():
 def test_max_model_len_lowers_the_context():
     engine = awake(make_model("llama3"), max_model_len=20)
     assert len(greedy(engine, make_prompts([12]), 8)[0]) == 8
-    with pytest.raises(ValueError, match=r"21, more than.* 20 .*max_model_len = 20"):
+    with pytest.raises(ValueError, match=r"21, more than.* 20 .*vllm_max_model_length = 20"):
         greedy(engine, make_prompts([12]), 9)
 
 

@@ -85,6 +85,11 @@ def test_advice_gets_the_names_of_the_command_or_is_left_out():
     assert shown_by("chat", "Memory is full. Lower max_num_seqs, or set load_in_4bit.") == (
         "Memory is full. Set --load_in_4bit."
     )
+    long = "vllm_max_model_length=17 is too long. Lower vllm_max_model_length to 16, or leave it out."
+    for command in ("serve", "rollout-serve"):
+        assert shown_by(command, long) == (
+            "--max_model_len 17 is too long. Lower --max_model_len to 16, or leave it out."
+        )
     # Words that are options' names, too, are words where nothing says otherwise.
     plain = "There is no engine for this: give a model with columns and a seed."
     assert shown_by("merge", plain) == plain

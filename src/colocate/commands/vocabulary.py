@@ -18,6 +18,8 @@ EQUIVALENTS: dict[str, dict[str, str]] = {
         "dataset_test_split": "split",
         "output_dir": "output",
     },
+    "serve": {"vllm_max_model_length": "max_model_len"},
+    "rollout-serve": {"vllm_max_model_length": "max_model_len", "model_revision": "revision"},
 }
 """What commands call options of a run, beside those that they call alike."""
 
@@ -45,8 +47,10 @@ def in_words_of(command: str, message: str, own: Collection[str], options: Colle
     kept = []
     for sentence in _with_ends(_SENTENCES, message):
         body, end = sentence
+        # Advice is in the command's words, and what it calls otherwise is nowhere called as a run does.
+        body = _renamed(body, names, own, advised(body, options) | _names(body, names))
         if _ADVISES.search(body):
-            body = _possible(_renamed(body, names, own, options), lacking)
+            body = _possible(body, lacking)
         if body.strip():
             kept.append(body + end)
     return "".join(kept).strip() or message
@@ -62,9 +66,9 @@ def _names(text: str, options: Collection[str]) -> set[str]:
     return {name for dashes, name, value in words if name in options and (dashes or value or "_" in name)}
 
 
-def _renamed(text: str, names: Mapping[str, str], own: Collection[str], options: Collection[str]) -> str:
-    """The text with the command's names, dashes before them, of the options that it has."""
-    for name in advised(text, options):
+def _renamed(text: str, names: Mapping[str, str], own: Collection[str], found: Collection[str]) -> str:
+    """The text with the command's names, dashes before them, of those of the `found` options that it has."""
+    for name in found:
         called = names.get(name, name)
         if f"--{called}" in own:
             text = re.sub(rf"(?<![\w-])(?:--)?{name}=", f"--{called} ", text)

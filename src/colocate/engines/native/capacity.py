@@ -51,10 +51,10 @@ def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str
         return layout.max_position, layout.max_position_reason
     if max_model_len > layout.max_position:
         raise ValueError(
-            f"max_model_len={max_model_len} exceeds what can be decoded with this model: "
-            f"{layout.max_position_reason}. Lower max_model_len, or leave it out."
+            f"vllm_max_model_length={max_model_len} exceeds what can be decoded with this model: "
+            f"{layout.max_position_reason}. Lower vllm_max_model_length, or leave it out."
         )
-    return max_model_len, f"max_model_len = {max_model_len}"
+    return max_model_len, f"vllm_max_model_length = {max_model_len}"
 
 
 def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max_num_seqs: int) -> int:
