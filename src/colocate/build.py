@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+import datasets
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -19,8 +21,11 @@ from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints.best import BestCheckpoint
 from colocate.config import GRPOConfig
 from colocate.data.first_prompt import tell_first_prompt
+from colocate.data.prompts import row_name
 from colocate.data.sampler import PromptBatches
+from colocate.data.slow_prompts import limited
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
+from colocate.data.template_check import NUM_ROWS, check_template
 from colocate.engines.base import RolloutEngine
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
@@ -419,13 +424,40 @@ def build_requests(
     first one is looked at as the model will read it."""
     length, reason = context_length(model, args)
     requests = RequestBuilder(tokenizer, args, length, playing.schemas_of, context_reason=reason)
-    for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
-        requests.check_extremes(dataset)
-    if args.process_index == 0:
-        row = next(iter(train_dataset))
-        (token_ids,) = requests.tokenize([row])
-        tell_first_prompt(row, token_ids, tokenizer, args, reward_names)
+
+    def look() -> None:
+        for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
+            requests.check_extremes(dataset)
+        if args.process_index == 0:
+            tell_prompts(requests, train_dataset, tokenizer, args, reward_names)
+
+    limited(look)
     return requests
+
+
+def tell_prompts(
+    requests: RequestBuilder,
+    train_dataset: TrainDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    args: GRPOConfig,
+    reward_names: Sequence[str],
+) -> None:
+    """Say what the first prompts show, as the model will read them.
+
+    Raises:
+        ValueError: the chat template renders different prompts alike, or one differently each time.
+    """
+    rows = list(islice(train_dataset, NUM_ROWS))
+    try:
+        token_ids = requests.tokenize(rows, [row_name(number) for number in range(len(rows))])
+    except ValueError:
+        if not isinstance(train_dataset, datasets.IterableDataset):
+            raise
+        # Later prompts of a stream are refused when their batch comes.
+        rows = rows[:1]
+        token_ids = requests.tokenize(rows)
+    check_template(rows, requests.tokenize, tokenizer)
+    tell_first_prompt(rows[0], token_ids[0], tokenizer, args, reward_names)
 
 
 def build_judge(

@@ -14,6 +14,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from colocate.data.slow_prompts import check_chars, named_if_slow
 from colocate.encoding import check_template_arguments, encoded, ending_of
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ def tokenize_prompts(
     max_prompt_length: int | None = None,
     names: Sequence[str] | None = None,
     schemas: Sequence[list[dict[str, Any]] | None] | None = None,
+    context_length: int | None = None,
 ) -> list[tuple[int, ...]]:
     """The token ids of each row's `prompt`, never padded.
 
@@ -130,6 +132,7 @@ def tokenize_prompts(
             and the end of the question among these.
         names: How errors name the rows; by default by their numbers here.
         schemas: The JSON schemas of each row's tools, for its chat template; None: it has none.
+        context_length: Text that certainly has more tokens is refused before it is encoded; None: none is.
 
     Raises:
         ValueError: a prompt is empty or neither form, the chat template refuses it, the tokenizer has none
@@ -139,23 +142,37 @@ def tokenize_prompts(
         raise ValueError(
             f"max_prompt_length={max_prompt_length} would leave no token of the prompt; None keeps all."
         )
+    names = [row_name(index) for index in range(len(rows))] if names is None else names
     token_ids = []
-    for index, row in enumerate(rows):
-        prompt = row["prompt"]
-        name = row_name(index) if names is None else names[index]
-        _check_prompt(prompt, name)
-        if is_conversational(prompt):
-            tools = None if schemas is None else schemas[index]
-            ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name, tools)
-        else:
-            ids = encoded(tokenizer, prompt, f"{name}: The prompt")
-        if not ids:
-            raise ValueError(
-                f"{name}: The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
-            )
-        # The oldest tokens go, as with TRL's `max_prompt_length`: the question comes last.
-        token_ids.append(tuple(ids if max_prompt_length is None else ids[-max_prompt_length:]))
+    with named_if_slow(names, [row["prompt"] for row in rows]) as indices:
+        for index in indices:
+            row, prompt, name = rows[index], rows[index]["prompt"], names[index]
+            _check_prompt(prompt, name)
+            if context_length is not None and max_prompt_length is None:
+                for text in texts_of(prompt):
+                    check_chars(text, tokenizer, context_length, name)
+            if is_conversational(prompt):
+                tools = None if schemas is None else schemas[index]
+                ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name, tools)
+            else:
+                ids = encoded(tokenizer, prompt, f"{name}: The prompt")
+            if not ids:
+                raise ValueError(
+                    f"{name}: The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
+                )
+            # The oldest tokens go, as with TRL's `max_prompt_length`: the question comes last.
+            token_ids.append(tuple(ids if max_prompt_length is None else ids[-max_prompt_length:]))
     return token_ids
+
+
+def texts_of(prompt: Any) -> list[str]:
+    """The text of a prompt, or of each of its messages that is a string."""
+    if isinstance(prompt, str):
+        return [prompt]
+    contents = [message.get("content") for message in prompt]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    texts = contents + [block.get("text") for block in blocks if isinstance(block, Mapping)]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _apply_chat_template(

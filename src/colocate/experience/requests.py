@@ -131,15 +131,17 @@ class RequestBuilder:
         extremes = sorted({*by_length[:16], *by_length[-16:]})
         self._tokenize([dataset[row] for row in extremes], [row_name(row) for row in extremes])
 
-    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        """The prompt tokens of rows.
+    def tokenize(
+        self, rows: Sequence[dict[str, Any]], names: Sequence[str] | None = None
+    ) -> list[tuple[int, ...]]:
+        """The prompt tokens of rows, which errors call by their names.
 
         Raises:
             ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
         """
-        return self._tokenize(
-            rows, [f"Prompt {number} of the rollout (from 0)" for number in range(len(rows))]
-        )
+        if names is None:
+            names = [f"Prompt {number} of the rollout (from 0)" for number in range(len(rows))]
+        return self._tokenize(rows, names)
 
     def _request(
         self,
@@ -163,6 +165,7 @@ class RequestBuilder:
             max_prompt_length=options.max_prompt_length,
             names=names,
             schemas=[self._schemas_of(row) for row in rows],
+            context_length=self.context_length,
         )
         for ids in token_ids:
             check_context_length(
