@@ -62,7 +62,7 @@ def _tells_clock(row: dict[str, Any], tokenize: Tokenize, tokenizer: PreTrainedT
     """Whether the prompt has the time at which it was rendered, of which there is a warning then."""
     before = datetime.now()
     (ids,) = tokenize([row])
-    text = _packed(str(tokenizer.decode(ids)))
+    text = _packed(str(tokenizer.decode(list(ids))))
     letters: set[str] = set()
     for _, form in _CLOCK.findall(str(tokenizer.chat_template)):
         if any(_packed(time.strftime(form)) in text for time in (before, datetime.now())):
