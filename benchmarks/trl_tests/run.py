@@ -1,6 +1,8 @@
 """Runs TRL's own tests of its GRPO trainer twice: as they are, and with their import changed to colocate.
 
     python -m benchmarks.trl_tests.run path/to/trl/tests/test_grpo_trainer.py
+    python -m benchmarks.trl_tests.run path/to/trl/tests/test_grpo_trainer.py \
+        -k "tool or environment" --name trl-tests-tools    # with jmespath installed
 
 TRL's packages hold no tests: take the file from its repository. Models and data are stand-ins of the same
 names (`stand_ins.py`). Each side is one pytest process in a directory with the stand-ins, a copy of the
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -50,6 +53,7 @@ for file in pathlib.Path(__file__).parent.glob("tests/*.py"):
 NEEDS_IMAGES = ("TestGRPOTrainerVLM", "vlm")
 """Tests of vision-language models are left out on both sides: their stand-ins would need image processors."""
 
+TOOL_TESTS = "trl-tests-tools"
 NOT_YET = "not yet"
 PRIVATE = "calls or reads what is TRL's own inside"
 LEFT: dict[str, str] = {
@@ -69,15 +73,18 @@ def main() -> None:
     parser.add_argument("--file_version", default="", help="of the TRL that the file is from")
     parser.add_argument("--work", type=Path, help="where to run; what is finished there is kept")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("-k", dest="expression", default="", help="run only these tests, and write no result")
+    parser.add_argument("-k", dest="expression", default="", help="run only these tests")
+    parser.add_argument("--name", help="of the result; without one that of a part is not written")
     options = parser.parse_args()
-    commit = "" if options.expression else committed()
+    if not options.expression:
+        options.name = options.name or "trl-tests"
+    commit = committed() if options.name else ""
     work = options.work or Path(tempfile.mkdtemp())
     make_stand_ins(work)
     outcomes = {side: run(side, options.file, work, options.expression) for side in options.sides}
     for side, by_test in outcomes.items():
         print(side, dict(Counter(outcome for outcome, _ in by_test.values())))
-    if options.expression or len(outcomes) < len(SIDES):
+    if not options.name or len(outcomes) < len(SIDES):
         for side, by_test in outcomes.items():
             for test, (outcome, reason) in by_test.items():
                 if outcome != "passed":
@@ -85,15 +92,17 @@ def main() -> None:
         return
     repetitions = compare(outcomes)
     path = write_result(
-        "trl-tests",
+        options.name,
         "cpu",
         claims(repetitions),
         repetitions,
         commit,
         test_file="huggingface/trl, tests/test_grpo_trainer.py",
         test_file_version=options.file_version,
+        has_jmespath=find_spec("jmespath") is not None,
     )
-    print(path, *section(json.loads(path.read_text())), sep="\n")
+    paragraph = tools_section if options.name == TOOL_TESTS else section
+    print(path, *paragraph(json.loads(path.read_text())), sep="\n")
 
 
 def run(side: str, file: Path, work: Path, expression: str) -> dict[str, Outcome]:
@@ -186,6 +195,22 @@ def section(result: dict[str, Any]) -> list[str]:
         + ("Left are:" if left else "None is left."),
         "",
         *(f"- {reason}: {', '.join(f'`{test}`' for test in tests)}" for reason, tests in left.items()),
+    ]
+
+
+def tools_section(result: dict[str, Any]) -> list[str]:
+    """The paragraph of docs/moving-from-trl.md on the result of `-k "tool or environment"`."""
+    claims, setup = result["claims"], result["setup"]
+    spoilt = [record for record in result["repetitions"] if record["trl"] == "failed"]
+    passed = [record["test"].partition("::")[2] for record in spoilt if record["colocate"] == "passed"]
+    return [
+        f"Of the {claims['tests']} tests of tools and environments ({setup['test_file_version']}), which TRL "
+        f"skips without jmespath, {claims['passed_by_both']} pass on both sides where it is installed: all "
+        f"that do not replace `model.generate` ([each one](../benchmarks/results/{TOOL_TESTS}-cpu.json)). "
+        f"The other {len(spoilt)} replace it by one that answers in numbers of Qwen's vocabulary, which the "
+        "stand-ins do not have: TRL fails these here, so they compare nothing. colocate passes "
+        f"{len(passed)} of the {len(spoilt)} ({', '.join(f'`{test}`' for test in passed)}), and cannot pass "
+        "the others with any vocabulary, for they count the rows of each call or read private names.",
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+import trl
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
@@ -24,6 +25,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEMPLATES = {"Qwen3": "qwen3.jinja"}
+"""Chat templates of TRL's package for models whose architecture begins so: tests give those tools."""
 SPECIAL_ID = 8192
 """Where the special tokens begin. With so many others a random model hardly ever ends a completion, on
 which a test relies; with as many as Qwen's a run would take an hour."""
@@ -151,7 +154,11 @@ def _write_model(path: Path, architecture: str, sizes: dict[str, Any]) -> None:
     model = model_class(config)
     _initialize(model)
     model.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
+    tokenizer = make_tokenizer()
+    for beginning, file in TEMPLATES.items():
+        if architecture.startswith(beginning):
+            tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / file).read_text()
+    tokenizer.save_pretrained(path)
 
 
 def _initialize(model: nn.Module) -> None:
