@@ -35,7 +35,7 @@ from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
 from colocate.memory.sleeping import SleepingWeights, give_own_memory
-from colocate.memory.timeline import Category, Timeline
+from colocate.memory.timeline import Category, Timeline, resident_bytes_besides
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate
 from colocate.parallel.mesh import Mesh
@@ -93,6 +93,7 @@ def build_run(
     train_dataset, eval_dataset = datasets_of(train_dataset, eval_dataset, reward_funcs, args, playing)
     accelerator = set_up_process(args)
     check_ranks(args, model, train_dataset, eval_dataset, {"reward_funcs": reward_funcs} | playing.given)
+    library_bytes = resident_bytes_besides(model)
     device, has_new_adapter = accelerator.device, peft_config is not None
     mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
     check_mesh(playing, mesh, args)
@@ -107,7 +108,8 @@ def build_run(
     planner = planner_for(model, args, sharding_of(args, mesh, splits_optimizer=optimizer.is_split))
     engine = build_engine(model, args, accelerator, sampling, mesh)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
-    timeline, handover = build_timeline(device, model, optimizer, engine, journal), Handover(engine)
+    timeline = build_timeline(device, model, optimizer, engine, journal, library_bytes)
+    handover = Handover(engine)
     engine.counts = counts = journal.progress.counts
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh, counts)
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing, counts)
@@ -125,9 +127,7 @@ def build_run(
         entropy=entropy,
         agreement=build_agreement(engine, policy, sampling, args),
         handover=handover, scorers=build_scorers(rewards, reference, model, args, device),
-        timeline=timeline,
-        journal=journal,
-        best=BestCheckpoint(args),
+        timeline=timeline, journal=journal, best=BestCheckpoint(args),
         identity=RunIdentity(args, accelerator, policy, engine, train_dataset, rewards, has_new_adapter),
     )  # fmt: skip
 
@@ -490,11 +490,18 @@ def build_timeline(
     optimizer: PolicyOptimizer,
     engine: RolloutEngine,
     journal: Journal,
+    library_bytes: int,
 ) -> Timeline:
-    """The timeline, with the categories by which it divides up the device's memory."""
+    """The timeline, with the categories by which it divides up the device's memory.
+
+    Args:
+        library_bytes: host memory of Python and libraries, which on a CPU is the device's.
+    """
+    of_host = [Category("libraries", lambda: library_bytes)] if device.type == "cpu" else []
     return Timeline(
         device,
         [
+            *of_host,
             Category("weights", lambda: sum(p.nbytes for p in model.parameters())),
             Category("optimizer", lambda: optimizer.num_bytes),
             Category("kv_cache", lambda: engine.kv_cache_bytes, within_phases=True),

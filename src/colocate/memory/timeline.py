@@ -44,6 +44,7 @@ import psutil
 import torch
 
 from colocate.memory import host
+from colocate.weights.weight_parts import local_part
 
 MAX_POINTS = 24
 """The most points that a span keeps: half of them from its beginning and half from its end. A step of a
@@ -235,6 +236,14 @@ class Timeline:
         seen = span.setdefault("categories", {})
         for name, num_bytes in self._categories.items():
             seen[name] = max(seen.get(name, 0), int(num_bytes()))
+
+
+def resident_bytes_besides(model: Any) -> int:
+    """Bytes of host memory that this process has now, without the weights of `model` if it is loaded."""
+    weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    storages = (local_part(weight).untyped_storage() for weight in weights)
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return max(0, int(psutil.Process().memory_info().rss) - sum(held.values()))
 
 
 class _HostMemory:

@@ -12,7 +12,7 @@ from colocate.reporting.charts import phase_color, step_axis
 from colocate.reporting.curves import course
 from colocate.reporting.plots import Plot
 from colocate.reporting.run import Run, finite_or_zero, number
-from colocate.reporting.theme import CATEGORY_COLORS, color_of
+from colocate.reporting.theme import CATEGORY_COLORS, category_label, color_of
 
 GIB = 2**30
 
@@ -117,8 +117,9 @@ class MemoryCurve:
     """The memory of a phase from point to point, in GiB, by category.
 
     Memory that belongs to no known category is called "other" if it was in use when the phase began (the CUDA
-    context; on a CPU all of Python), and is taken for activations if it came later. Between two points memory
-    is drawn as changing evenly, since layers, which are all alike, fill and empty it.
+    context; on a CPU what the allocator keeps, and libraries that were loaded late), and is taken for
+    activations if it came later. Between two points memory is drawn as changing evenly, since layers, which
+    are all alike, fill and empty it.
     """
 
     def __init__(self, span: dict) -> None:
@@ -229,4 +230,4 @@ def _category_label(name: str, names: Sequence[str]) -> str:
         return "activations, gradients, other"
     if name == "workspace":  # the two have one colour
         return "workspace, other"
-    return name.replace("_", " ").replace("kv", "KV")
+    return category_label(name)

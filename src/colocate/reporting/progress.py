@@ -28,6 +28,7 @@ from colocate.reporting.notebook import NotebookTable
 from colocate.reporting.panel import LivePanel
 from colocate.reporting.run import number
 from colocate.reporting.step_estimate import StepEstimate
+from colocate.reporting.theme import category_label
 from colocate.reporting.work_counts import WorkCounts
 
 _GIB = 2**30
@@ -102,7 +103,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RATE_STEPS)  # steps, seconds, tokens
         self._recent_phases: deque[Mapping[str, Any]] = deque(maxlen=_RATE_STEPS)
-        self._recent_peaks: deque[float] = deque(maxlen=_RATE_STEPS)  # bytes
+        self._recent_spans: deque[Mapping[str, Any]] = deque(maxlen=_RATE_STEPS)  # each step's fullest
         self._at_end: str | None = None
         self._is_running = False
         self._live: LivePanel | None = None
@@ -199,7 +200,7 @@ class Progress:
         self._estimate.end_step()
         self._recent.append((steps, number(record.get("wall_s")), steps * step_tokens))
         self._recent_phases.append(record.get("phases") or {})
-        self._recent_peaks.append(_peak_bytes(record))
+        self._recent_spans.extend(_fullest_span(record))
         self._step, self._total = step, total
         # One point per rollout, however many steps train on it.
         reward = number(record.get("reward"))
@@ -250,14 +251,14 @@ class Progress:
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
     def _memory(self, record: Mapping[str, Any]) -> str:
-        """The most memory in use in the recent steps. Not every step has a rollout, which may need more than
-        training."""
-        known = [peak for peak in self._recent_peaks if math.isfinite(peak)]
-        if not known:
+        """The most memory in use in the recent steps, on a CPU with its larger parts. Not every step has a
+        rollout, which may need more than training."""
+        if not self._recent_spans:
             return ""
+        fullest = max(self._recent_spans, key=_peak_bytes)
         limit = number((record.get("memory") or {}).get("limit_bytes"))
         of = f" of {limit / _GIB:.1f}" if math.isfinite(limit) else ""
-        return f"{max(known) / _GIB:.1f}{of} GiB"
+        return f"{_peak_bytes(fullest) / _GIB:.1f}{of} GiB{_parts_of_host(fullest)}"
 
     def _facts(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         """The facts that the panel shows, by name and in order; unknown ones are left out."""
@@ -420,11 +421,26 @@ def _policy(metrics: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {text}" for name, text in known.items() if text)
 
 
-def _peak_bytes(record: Mapping[str, Any]) -> float:
-    """The most memory that was in use in a step; NaN if the record does not say."""
+def _fullest_span(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The span of a step in which most memory was in use; none if the record does not say."""
     spans = (record.get("memory") or {}).get("spans", [])
-    peaks = (number(span.get("peak_bytes")) for span in spans)
-    return max((peak for peak in peaks if math.isfinite(peak)), default=math.nan)
+    known = [span for span in spans if math.isfinite(_peak_bytes(span))]
+    return [max(known, key=_peak_bytes)] if known else []
+
+
+def _peak_bytes(span: Mapping[str, Any]) -> float:
+    return number(span.get("peak_bytes"))
+
+
+def _parts_of_host(span: Mapping[str, Any]) -> str:
+    """What holds a twentieth of the memory or more, in GiB, where Python shares it with the run."""
+    sizes = span.get("categories") or {}
+    if "libraries" not in sizes:
+        return ""
+    peak = _peak_bytes(span)
+    parts = [*sizes.items(), ("other", peak - sum(sizes.values()))]
+    shown = [f"{category_label(name)} {size / _GIB:.1f}" for name, size in parts if size >= 0.05 * peak]
+    return f" ({', '.join(shown)})"
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -12,6 +12,7 @@ COLORS = {
     "purple": ("#7b62a8", "#b5a0e0"),
     "red": ("#b8505f", "#e58a97"),
     "slate": ("#4d5b70", "#94a3b8"),
+    "brown": ("#8b5e3c", "#c2a083"),
     "gray": ("#878f9e", "#6f7887"),
 }
 
@@ -27,6 +28,7 @@ PHASE_COLORS = {
 
 # Memory keeps the colour of the phase that it serves.
 CATEGORY_COLORS = {
+    "libraries": "brown",
     "weights": "slate",
     "optimizer": "purple",
     "kv_cache": "blue",
@@ -57,6 +59,11 @@ def color_of(name: str, known: dict[str, str], others: list[str]) -> str:
         return known[name]
     spare = ["red", "green", "purple", "gold", "slate"]
     return spare[others.index(name) % len(spare)]
+
+
+def category_label(name: str) -> str:
+    """A category of memory as readers see it."""
+    return {"kv_cache": "KV cache", "libraries": "Python and libraries"}.get(name, name.replace("_", " "))
 
 
 def stylesheet(rules: str) -> str:
