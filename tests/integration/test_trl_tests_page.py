@@ -31,6 +31,19 @@ def test_the_page_says_what_the_result_says() -> None:
         assert not is_left or record["reason"]
 
 
+def test_the_page_says_what_the_result_of_tools_says() -> None:
+    page = " ".join((ROOT / "docs/moving-from-trl.md").read_text().split())
+    result = json.loads((ROOT / f"benchmarks/results/{trl_tests.TOOL_TESTS}-cpu.json").read_text())
+    assert " ".join("\n".join(trl_tests.tools_section(result)).split()) in page
+    assert result["claims"] == trl_tests.claims(result["repetitions"]) and result["setup"]["has_jmespath"]
+    for record in result["repetitions"]:
+        assert "left" not in record  # colocate passes what TRL passes
+        assert record["trl"] == "passed" or "index out of range" in record["trl_reason"]  # Qwen's numbers
+        if record["colocate"] != "passed":
+            counted = "cannot generate, not even for one prompt" in record["reason"]
+            assert counted or "no attribute '_env_tools'" in record["reason"]
+
+
 def test_outcomes_are_compared_by_test(tmp_path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
