@@ -80,6 +80,8 @@ def judge(cases: Iterable[Case], title: str, capsys: Any) -> tuple[Counter, str]
         total[outcome] += 1
         if outcome in ("raw", "wrong", "hang"):
             found.append(f"{outcome}: {case.kind}: {case.what}: {detail[:300]}")
+            with capsys.disabled():
+                print(found[-1], flush=True)
     report = "\n".join(found)
     lines = [f"\n{title}", f"{'':32}" + "".join(f"{name:>10}" for name in (*OUTCOMES, "all"))]
     for kind, counter in {**counts, "all": total}.items():
@@ -87,5 +89,4 @@ def judge(cases: Iterable[Case], title: str, capsys: Any) -> tuple[Counter, str]
         lines.append(f"{kind:32}" + "".join(f"{number:10,}" for number in row))
     with capsys.disabled():
         print("\n".join(lines))
-        print(report)
     return total, report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,8 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.requests import turn_key
 from colocate.episodes.episode import Episode
 from colocate.experience.requests import RolloutRequest
+from colocate.option_values import shown
+from colocate.rewards.errors import words_of
 from colocate.types import Completion, Prompt, SamplingParams
 
 RolloutFunc = Callable[[list[Any]], dict[str, Any]]
@@ -61,7 +63,7 @@ class FunctionPlayer:
         if not pairs:
             return []
         self._first_key, self._num_asked = pairs[0][1].key, itertools.count(1)
-        columns = dict(self._func([row["prompt"] for row, _ in pairs]))
+        columns = self._call([row["prompt"] for row, _ in pairs])
         _check_columns(columns, len(pairs))
         masks = columns.pop("env_mask", None)
         prompt_ids, completion_ids, logprobs = (columns.pop(name) for name in REQUIRED)
@@ -74,6 +76,23 @@ class FunctionPlayer:
             episode.extra = {name: values[n] for name, values in columns.items()}
             episodes.append(episode)
         return episodes
+
+    def _call(self, prompts: list[Any]) -> dict[str, Any]:
+        """The function's columns. What it raises is the user's to read as it is, but ends no interpreter."""
+        name = getattr(self._func, "__name__", type(self._func).__name__)
+        try:
+            columns = self._func(prompts)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            words = f"{type(error).__name__}: {words_of(error)}"
+            raise RuntimeError(f"rollout_func {name!r} raised {words}") from error
+        if not isinstance(columns, Mapping):
+            raise TypeError(
+                f"rollout_func {name!r} has returned {shown(columns)}, a {type(columns).__name__}: it must "
+                f"return a mapping with {', '.join(map(repr, REQUIRED))}."
+            )
+        return dict(columns)
 
     def generate(self, prompts: Sequence[Any]) -> list[tuple[tuple[int, ...], Completion]]:
         """Complete prompts, text or messages, with the run's engine: the tokens of each prompt, and a

@@ -34,6 +34,9 @@ class RewardTimeout(BaseException):
         self.blocked_at = blocked_at
 
 
+_LONGEST_MESSAGE = 2000
+
+
 @contextmanager
 def blaming(
     function: str, prompts: Sequence[Any], completions: Sequence[Any], own: Sequence[Any] | None = None
@@ -57,13 +60,13 @@ def blaming(
         message = f"The reward function {function!r} took longer than reward_timeout_s={timeout.timeout_s:g}"
         raise RewardError(message + _circumstances(timeout, prompts, completions, own)) from timeout
     except BaseException as error:
-        message = f"The reward function {function!r} raised {type(error).__name__}: {error}"
+        message = f"The reward function {function!r} raised {type(error).__name__}: {words_of(error)}"
         places = list(traceback.walk_tb(error.__traceback__))
         message += _place(places)
         index = _completion_at_hand(places, own)
         if index is not None:
             message += f"\nIt was working on {describe(prompts, completions, index)}."
-        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        if isinstance(error, TypeError) and "unexpected keyword argument" in words_of(error):
             message += "\nReward functions receive more arguments than they need: declare **kwargs."
         if isinstance(error, SystemExit):
             message += (
@@ -71,6 +74,15 @@ def blaming(
                 "or execute such code in a process of its own."
             )
         raise RewardError(message) from error
+
+
+def words_of(error: BaseException) -> str:
+    """The message of an exception, shortened; empty if it cannot be made into text."""
+    try:
+        text = str(error)
+    except Exception:
+        return ""
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
 
 
 def describe(prompts: Sequence[Any], completions: Sequence[Any], index: int) -> str:
