@@ -472,7 +472,7 @@ class Unreachable(Base):
         (NeedsSize, r"(?s)environment_factory is .*NeedsSize.* raised TypeError.*'size'.*without arguments"),
         (
             {"a": Unreachable},
-            r"environment_factory\['a'\] is .* raised ConnectionError .*no server at port 7",
+            r"environment_factory\['a'\] is .* raised ConnectionError: no server at port 7",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def content_of(value: Any, name: str, max_chars: int = MAX_CHARS) -> str | list[
     """
     if isinstance(value, list):
         check_no_media(value, f"The tool {name!r}")
-        value = value if _is_json(value) else str(value)
+        value = value if is_json(value) else str(value)
     return readable(value if isinstance(value, list) else str(value), "The result", max_chars)
 
 
@@ -65,7 +65,8 @@ def check_no_media(content: Any, whose: str) -> None:
             )
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Whether JSON can write a value."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):  # a set, say, or a list within itself

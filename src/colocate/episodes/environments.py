@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from colocate.episodes.content import check_no_media, readable
+from colocate.episodes.content import check_no_media, is_json, readable
 from colocate.episodes.limited_calls import LimitedCalls
 from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
 from colocate.option_values import shown
 from colocate.rewards.arguments import own_copy
-from colocate.rewards.process_state import users_code
+from colocate.rewards.errors import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,13 @@ class Scene:
     """
 
     def __init__(
-        self, environment: Any, name: str | None, number: int, prompt: list[dict[str, Any]], toolbox: Toolbox
+        self,
+        environment: Any,
+        name: str | None,
+        number: int,
+        prompt: list[dict[str, Any]],
+        toolbox: Toolbox,
+        calls: LimitedCalls,
     ) -> None:
         self.environment = environment
         self.name = name
@@ -69,7 +75,8 @@ class Scene:
         self.prompt = prompt
         self.toolbox = toolbox
         self.is_lost = False
-        self._num_rewards = len(_turn_rewards(environment) or ())
+        self._calls = calls
+        self._num_rewards = len(_turn_rewards(environment, calls) or ())
 
     @property
     def is_over(self) -> bool:
@@ -78,7 +85,7 @@ class Scene:
         To be asked when the tools of a turn have answered. TRL does not ask: there the model goes on until it
         calls no tool, and environments raise when they are called after their end.
         """
-        done = _asked(self.environment, "done", False)
+        done = _asked(self.environment, "done", False, self._calls)
         return isinstance(done, bool | np.bool_) and bool(done)
 
     def end_turn(self, results: Sequence[ToolResult] = ()) -> float | None:
@@ -96,7 +103,7 @@ class Scene:
             ValueError: there is something else than a list of finite numbers, or it has become shorter.
         """
         self.is_lost = self.is_lost or any(result.is_left_running for result in results)
-        rewards = _turn_rewards(self.environment)
+        rewards = _turn_rewards(self.environment, self._calls)
         if rewards is None:
             return None
         new, num_before = rewards[self._num_rewards :], self._num_rewards
@@ -239,7 +246,8 @@ class EnvironmentPool:
         instance = self._instances[name][number]
         prompt = _observed(type(instance).__name__, row.get("prompt", EMPTY_PROMPT), observation)
         methods = {method.__name__: method for method in _methods(instance).values()}
-        return Scene(instance, name, number, prompt, self.toolboxes[name].with_functions(methods))
+        toolbox = self.toolboxes[name].with_functions(methods)
+        return Scene(instance, name, number, prompt, toolbox, self._calls)
 
     def _new(self, name: str | None) -> Any:
         """An environment that none of the others is."""
@@ -262,9 +270,9 @@ class EnvironmentPool:
         instance, error = made.value, made.error
         if error is not None:
             raise RuntimeError(
-                f"{_option(name)} is {factory!r:.100}, which has raised {type(error).__name__} where it was "
-                f"to construct an environment: {error}\nIt is called without arguments; bind those that it "
-                "needs: lambda: Game(size=4)."
+                f"{_option(name)} is {factory!r:.100}, which was to construct an environment and has raised "
+                f"{words_of(error)}\nIt is called without arguments; bind those that it needs: "
+                "lambda: Game(size=4)."
             ) from error
         if not _has(type(instance), "reset"):
             raise ValueError(
@@ -285,11 +293,11 @@ class EnvironmentPool:
         for n in failed:
             name, number = places[n]
             kind, error = type(self._instances[name][number]).__name__, outcomes[n].error
+            assert error is not None
             logger.warning(
-                "%s.reset has raised %s: %s. It is thrown away, and a new one is reset.",
+                "%s.reset has raised %s. It is thrown away, and a new one is reset.",
                 kind,
-                type(error).__name__,
-                error,
+                words_of(error),
             )
             self._instances[name][number] = self._new(name)
         again = self._calls.all([self._reset_of(places[n], rows[n]) for n in failed])
@@ -298,8 +306,8 @@ class EnvironmentPool:
                 name, number = places[n]
                 raise RuntimeError(
                     f"{type(self._instances[name][number]).__name__}.reset has raised "
-                    f"{type(error).__name__}: {error}\nSo it did in the environment before this new one, for "
-                    f"the row with the columns {', '.join(map(repr, rows[n]))}."
+                    f"{words_of(error)}\nSo it did in the environment before this new one, for the row with "
+                    f"the columns {', '.join(map(repr, rows[n]))}."
                 ) from error
             outcomes[n] = outcome
         return [outcome.value for outcome in outcomes]
@@ -346,6 +354,11 @@ def _observed(kind: str, prompt: Any, observation: Any) -> Any:
             f"prompt is {shown(prompt)}. Give a list of messages, or let reset return None."
         )
     check_no_media(observation, f"{kind}.reset")
+    if not is_json(observation):
+        raise ValueError(
+            f"{kind}.reset has returned a list with what JSON cannot write, so that no template reads it. "
+            "It returns content blocks: [{'type': 'text', 'text': ...}]."
+        )
     observation = readable(observation, f"The text that {kind}.reset has returned")
     content = prompt[-1]["content"]
     if isinstance(observation, list) and isinstance(content, str):
@@ -355,13 +368,13 @@ def _observed(kind: str, prompt: Any, observation: Any) -> Any:
     return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
 
-def _turn_rewards(environment: Any) -> list[Any] | None:
+def _turn_rewards(environment: Any, calls: LimitedCalls) -> list[Any] | None:
     """A list of an environment's `turn_rewards`; None: it has none.
 
     Raises:
         ValueError: they are no list of numbers, such as text.
     """
-    rewards = _asked(environment, "turn_rewards", None)
+    rewards = _asked(environment, "turn_rewards", None, calls)
     if rewards is None or isinstance(rewards, list):
         return rewards
     if isinstance(rewards, tuple | deque):
@@ -375,21 +388,30 @@ def _turn_rewards(environment: Any) -> list[Any] | None:
     )
 
 
-def _asked(environment: Any, attribute: str, default: Any) -> Any:
-    """An attribute of an environment, which may be a property.
+def _asked(environment: Any, attribute: str, default: Any, calls: LimitedCalls) -> Any:
+    """An attribute of an environment, which may be a property, and then has the time that tools have.
 
     Raises:
-        ValueError: the property has raised something.
+        ValueError: the property has raised something, or takes too long.
     """
-    kind = type(environment).__name__
-    try:
-        with users_code(f"The property {attribute} of {kind}"):
-            return getattr(environment, attribute, default)
-    except (Exception, SystemExit) as error:
+    kind = type(environment)
+    if not _is_computed(kind, attribute):
+        return getattr(environment, attribute, default)
+    name = f"The property {attribute} of {kind.__name__}"
+    read = calls.one(name, lambda: getattr(environment, attribute, default))
+    if read.error is not None:
         raise ValueError(
-            f"The property {attribute} of {kind} has raised {type(error).__name__}: {error}\nIt is read "
-            "after each turn, and must always have a value."
-        ) from error
+            f"{name} has raised {words_of(read.error)}\nIt is read after each turn, and must always have a "
+            "value."
+        ) from read.error
+    return read.value
+
+
+def _is_computed(kind: type, attribute: str) -> bool:
+    """Whether reading an attribute of a class's instances runs code of the class."""
+    own = inspect.getattr_static(kind, attribute, None)
+    has_fallback = any("__getattr__" in vars(base) for base in kind.__mro__)
+    return hasattr(own, "__get__") or has_fallback or kind.__getattribute__ is not object.__getattribute__
 
 
 def _reward_function(kind: Any) -> Callable[..., Any]:

@@ -85,8 +85,7 @@ class FunctionPlayer:
         except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:
-            words = f"{type(error).__name__}: {words_of(error)}"
-            raise RuntimeError(f"rollout_func {name!r} raised {words}") from error
+            raise RuntimeError(f"rollout_func {name!r} raised {words_of(error)}") from error
         if not isinstance(columns, Mapping):
             raise TypeError(
                 f"rollout_func {name!r} has returned {shown(columns)}, a {type(columns).__name__}: it must "

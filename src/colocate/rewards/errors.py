@@ -60,7 +60,7 @@ def blaming(
         message = f"The reward function {function!r} took longer than reward_timeout_s={timeout.timeout_s:g}"
         raise RewardError(message + _circumstances(timeout, prompts, completions, own)) from timeout
     except BaseException as error:
-        message = f"The reward function {function!r} raised {type(error).__name__}: {words_of(error)}"
+        message = f"The reward function {function!r} raised {words_of(error)}"
         places = list(traceback.walk_tb(error.__traceback__))
         message += _place(places)
         index = _completion_at_hand(places, own)
@@ -77,12 +77,13 @@ def blaming(
 
 
 def words_of(error: BaseException) -> str:
-    """The message of an exception, shortened; empty if it cannot be made into text."""
+    """The kind of an exception and its message, shortened, or without it if it cannot be made into text."""
+    kind = type(error).__name__
     try:
         text = str(error)
     except Exception:
-        return ""
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]} ..."
+        return kind
+    return f"{kind}: {text if len(text) <= _LONGEST_MESSAGE else f'{text[:_LONGEST_MESSAGE]} ...'}"
 
 
 def describe(prompts: Sequence[Any], completions: Sequence[Any], index: int) -> str:

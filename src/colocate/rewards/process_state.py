@@ -116,8 +116,12 @@ def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _reopen(name: str) -> bool:
-    """Open a standard stream again if it is closed, for all who hold it; returns whether it was."""
+    """Open a standard stream again if it is closed, for all who hold it, or gone; returns whether it was."""
     stream = getattr(sys, name)
+    if stream is None and (original := getattr(sys, f"__{name}__")) is not None:
+        setattr(sys, name, original)
+        _reopen(name)
+        return True
     stream = getattr(stream, "rich_proxied_file", stream)  # while a progress bar is shown
     if not getattr(stream, "closed", False):
         return False
