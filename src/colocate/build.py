@@ -456,7 +456,7 @@ def tell_prompts(
         # Later prompts of a stream are refused when their batch comes.
         rows = rows[:1]
         token_ids = requests.tokenize(rows)
-    check_template(rows, requests.tokenize, tokenizer)
+    check_template(rows, requests.rendered, tokenizer)
     tell_first_prompt(rows[0], token_ids[0], tokenizer, args, reward_names)
 
 

@@ -143,6 +143,15 @@ class RequestBuilder:
             names = [f"Prompt {number} of the rollout (from 0)" for number in range(len(rows))]
         return self._tokenize(rows, names)
 
+    def rendered(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+        """The tokens of rows' whole prompts, however long they are."""
+        return tokenize_prompts(
+            rows,
+            self.tokenizer,
+            chat_template_kwargs=self._options.chat_template_kwargs,
+            schemas=[self._schemas_of(row) for row in rows],
+        )
+
     def _request(
         self,
         rows: list[dict[str, Any]],
