@@ -455,7 +455,7 @@ def tell_prompts(
             raise
         # Later prompts of a stream are refused when their batch comes.
         rows = rows[:1]
-        token_ids = requests.tokenize(rows)
+        token_ids = requests.tokenize(rows, [row_name(0)])
     check_template(rows, requests.rendered, tokenizer)
     tell_first_prompt(rows[0], token_ids[0], tokenizer, args, reward_names)
 

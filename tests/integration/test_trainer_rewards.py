@@ -344,8 +344,11 @@ def test_an_empty_prompt_is_found_before_anything_is_generated(tmp_path, row):
     with pytest.raises(ValueError, match=rf"Row {row} .*The prompt '' has no tokens"):
         make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts}))
     stream = Dataset.from_dict({"prompt": prompts[row:]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"Row 0 .*The prompt '' has no tokens"):
+        make_trainer(tmp_path, train_dataset=stream, shuffle_dataset=False)
+    stream = Dataset.from_dict({"prompt": ["1 + 1 =", *prompts[row:]]}).to_iterable_dataset()
     trainer = make_trainer(tmp_path, train_dataset=stream, shuffle_dataset=False)
-    with pytest.raises(ValueError, match=r"The run's prompt 0 .*The prompt '' has no tokens"):
+    with pytest.raises(ValueError, match=r"The run's prompt 1 .*The prompt '' has no tokens"):
         trainer.train()
 
 
