@@ -198,9 +198,9 @@ def run_colocate(options: argparse.Namespace, scene: Scene, directory: str, _: S
             tally.add("num_given", sum(len(node.given_ids) for node in others))
         return episodes
 
-    def counted_update(samples: Any, *arguments: Any) -> Any:
+    def counted_update(samples: Any, *arguments: Any, **options: Any) -> Any:
         tally.add("num_trained", sum(int(sample.completion_mask.sum()) for sample in samples))
-        return update(samples, *arguments)
+        return update(samples, *arguments, **options)
 
     player.play, trainer.run.policy.update = counted_play, counted_update
 
