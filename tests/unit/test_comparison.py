@@ -43,7 +43,7 @@ def test_runs_share_their_charts_and_show_in_what_they_differ(tmp_path, capsys):
     two = write_run(tmp_path / "b", "two", [2.0, 1.0], learning_rate=2e-6, seed=1)
     path = compare(one, two, to=tmp_path / "c.html", capsys=capsys)
     page = parse_page(path)
-    chart, _ = charts_in(path, "reward")  # for a screen, and for a phone
+    chart, _ = charts_in(path, "Reward")  # for a screen, and for a phone
     for color, rewards in (("blue", [0.0, 1.0, 2.0]), ("orange", [2.0, 1.0])):
         (line,) = drawn_lines(chart, f"curve s-{color}")
         assert [y for _, y in line] == pytest.approx(rewards, abs=0.02)
