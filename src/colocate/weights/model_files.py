@@ -83,7 +83,7 @@ def naming_damage(name: str, revision: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except DamagedFile:
+    except (DamagedFile, FileNotFoundError):
         raise
     except Exception as error:
         check_files(name, revision)
