@@ -44,6 +44,8 @@ class LoudExits(contextlib.ContextDecorator):
 def place_of_exit(error: SystemExit) -> str:
     """Return the file and the line that called `exit()`, `sys.exit()` or raised SystemExit."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename[:1] != "<"]
+    while len(frames) > 1 and frames[-1].name == "exit":  # trackers put a function of theirs before sys.exit
+        frames.pop()
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
 
 
