@@ -219,7 +219,7 @@ def test_port_taken(stand_in, capsys):
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         assert serve(port=other.server_port) == 1
         assert f"Port {other.server_port} of 127.0.0.1 cannot be had" in (said := capsys.readouterr().err)
-        assert "--port" in said and "rollout_server_port" in said
+        assert "choose another --port and give the trainer the same one" in said
     assert not (stand_in / "called.json").exists()
 
 

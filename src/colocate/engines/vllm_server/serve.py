@@ -178,8 +178,8 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             raise ValueError(
                 f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, "
-                "or the address is not this machine's. End the other server or choose another --port, and "
-                "give the trainer the same rollout_server_port."
+                "or the address is not this machine's. End the other server, or choose another --port and "
+                "give the trainer the same one."
             ) from error
 
 
