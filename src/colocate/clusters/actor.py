@@ -51,15 +51,12 @@ class ProcessActor:
         self._error_file = Path()
 
     def place(self, directory: str | None, version: str) -> Place:
-        """Say where this is.
+        """Say where this is, or raise a ValueError, if this node lacks the directory or has another version.
 
         Args:
             directory: the driver's, which the process will be in. None: Ray has unpacked a copy of it
                 (`ray job submit --working-dir`), and the actor is in it.
             version: the driver's, of this package.
-
-        Raises:
-            ValueError: this node does not have the directory, or has another version.
         """
         import ray
 
@@ -86,10 +83,9 @@ class ProcessActor:
         """Start the process, after ending what an earlier one has left behind; returns its id.
 
         Args:
-            directory: see `place`.
             arguments: what follows `colocate`.
             variables: what the process's environment has besides the node's.
-            size: of the terminal to give it, on which it draws its panel; None: it gets pipes.
+            size: of the terminal to give it; None: it gets pipes.
         """
         self.end()
         pairs = [os.pipe(), os.pipe()] if size is None else [os.openpty()]
@@ -111,11 +107,7 @@ class ProcessActor:
         return self._process.pid
 
     def follow(self, size: Size) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait for output or the end, a second at most. Who writes faster than this is asked waits, as for a
-        slow terminal.
-
-        Args:
-            size: that the terminal has by now, if the process has one.
+        """Wait for output or the end, a second at most; `size` is that of the terminal by now.
 
         Returns:
             File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code,

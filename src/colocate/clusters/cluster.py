@@ -62,11 +62,8 @@ def connected(run_id: str) -> Iterator[bool]:
 
 
 def _connect(given: str, namespace: str, stack: ExitStack) -> bool:
-    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this.
-
-    Args:
-        stack: ends what holds for a cluster that is started here, once that has ended.
-    """
+    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this. `stack` ends what
+    holds for a cluster that is started here, once that has ended."""
     import ray
 
     if given not in ("", "auto", "local"):
@@ -75,7 +72,6 @@ def _connect(given: str, namespace: str, stack: ExitStack) -> bool:
     if given == "local":
         options["object_store_memory"] = _STORE_BYTES
         stack.enter_context(_listening_to_itself())
-        options["_node_ip_address"] = "127.0.0.1"
     try:
         ray.init(address=given or "auto", namespace=namespace, **options)
     except Exception as error:  # Ray raises Exception itself where its processes do not come up in time
@@ -111,12 +107,10 @@ def _listening_to_itself() -> Iterator[None]:
 
 @contextmanager
 def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any], list[Any]]]:
-    """The placement groups of a run, ready; they are removed after the block.
-
-    There is one for each node with ranks, this machine's first, and one for each server with GPUs of its own.
+    """The placement groups of a run, ready; they are removed after the block. There is one for each node with
+    ranks, this machine's first, and one for each server with GPUs of its own.
 
     Args:
-        name: what the groups' names begin with.
         is_embedded: the cluster is this machine alone. Others may grow, and are waited for.
 
     Raises:
@@ -155,11 +149,7 @@ def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any
 
 
 def _arithmetic(ask: Ask, is_ready: Sequence[bool]) -> str:
-    """What is asked, there and free, of CPUs as well where ranks on GPUs take some, too.
-
-    Args:
-        is_ready: which placement groups have their share already, which counts as free.
-    """
+    """What is asked, there and free; placement groups that have their share already count as free."""
     import ray
 
     free, parts = ray.available_resources(), []

@@ -39,8 +39,7 @@ class Ending:
     was_stopped: bool = False
     """The run was asked to stop."""
     failed_at_s: float = math.inf
-    """When the process noted an error of its own; infinite: it has noted none, as one that ends because of
-    another."""
+    """When the process noted an error of its own; infinite: it ends because of another."""
 
     @property
     def order(self) -> tuple[bool, bool, bool, float]:
@@ -53,20 +52,15 @@ class Process:
     """One process: its actor, which sits at its place on the cluster, and what it has said last.
 
     Args:
-        name: what messages call it, as in "rank 3".
         seat: Ray's options of its actor: where it is, and what it takes.
-        output: what messages say of where its output is: nothing, or as in ", of out/replica-0.log".
+        output: what messages say of where its output is, as in ", of out/replica-0.log".
     """
 
-    place: Place
-    """Where it is; known once it is `present`."""
-    pid = 0
-    url = ""
-    """Its address, if it is a server."""
+    place: Place  # known once it is `present`
+    size: Size = None
+    pid, url = 0, ""
     fault = ""
     """What it was killed for by this run, as messages say it."""
-    size: Size = None
-    """The rows and columns that its terminal must have now."""
 
     def __init__(self, name: str, seat: Mapping[str, Any], output: str = "") -> None:
         self.name, self._seat, self._output = name, seat, output
@@ -89,10 +83,7 @@ class Process:
         self._is_seated = True
 
     async def run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Ending:
-        """Start the process, again if it has ended; hear what it says, and return how it has ended.
-
-        See `ProcessActor.start`.
-        """
+        """Start the process (`ProcessActor.start`), hear what it says, and return how it has ended."""
         import ray
 
         if not self._is_seated:
@@ -119,23 +110,17 @@ class Process:
         raise NotImplementedError
 
     def last_words(self, failure: Failure | None) -> str:
-        """The error that it has noted, or else the last lines that it has written, for the message of its
-        end; empty: none."""
+        """The error that it has noted, or else the last lines that it has written; empty: none."""
+        said, about = self.tail.lines(), f"Its last lines{self._output}"
         if failure is not None:
             said, about = failure.text.strip().splitlines()[-NUM_LINES:], "Its error"
-        else:
-            said, about = self.tail.lines(), f"Its last lines{self._output}"
         lines = "".join(f"\n    {redacted(line)}" for line in said)
         return f"{about}:{lines}" if lines else ""
 
     def ending(
         self, how: str, code: int = 1, *, was_lost: bool = True, failure: Failure | None = None
     ) -> Ending:
-        """How it has ended, with its last words; unless the caller says so, not by an error of its own.
-
-        Args:
-            failure: what it has noted of its error, which stands for its last words.
-        """
+        """How it has ended, with its last words; unless the caller says so, not by an error of its own."""
         words = self.last_words(failure)
         text = f"{self} {self.fault or how}. {words or 'It had said nothing.'}"
         at_s = math.inf if failure is None else failure.at_s
@@ -144,13 +129,8 @@ class Process:
 
 @contextmanager
 def present(processes: Sequence[Process]) -> Iterator[None]:
-    """Waits until all actors are at their places, and notes where that is; after the block, kills all
-    processes that are left, with what they have started, and their actors.
-
-    Raises:
-        RuntimeError: a node lacks the run's directory or this package, has another version of it, or does not
-            answer.
-    """
+    """Waits until all actors are at their places, or raises a RuntimeError; after the block, kills all
+    processes that are left, with what they have started, and their actors."""
     import ray
 
     try:

@@ -23,7 +23,6 @@ class Rank(Process):
 
     @property
     def size(self) -> Size:  # type: ignore[override]
-        """See `Process`."""
         return None if self._prefix else _terminal_size()
 
     def last_words(self, failure: Failure | None) -> str:

@@ -30,11 +30,8 @@ START_S = 1800.0
 
 
 class Replica(Process):
-    """A server, which is started again when it is lost. What it says is appended to its log.
-
-    Args:
-        beside: the ranks whose GPUs it draws on, if it has none of its own.
-    """
+    """A server, started again when lost, `beside` the ranks whose GPUs it draws on, if it has none of its
+    own. What it says is appended to its log."""
 
     is_ready = False
     """It has answered since it was last started."""
@@ -50,14 +47,11 @@ class Replica(Process):
         self.tail.write(text)
 
     async def keep(self, arguments: Sequence[str], variables: Mapping[str, str], max_restarts: int) -> Ending:
-        """Run the server, and start it again in its place whenever it is lost.
+        """Run the server, and start it again in its place whenever it is lost, unless it never was ready:
+        then returns how it has ended, as it would end again.
 
         Args:
-            arguments, variables: see `ProcessActor.start`; the variables have the server's key.
             max_restarts: how often it is started again without having been ready in between.
-
-        Returns:
-            How it has ended, if it never was ready: it would end again.
         """
         num_restarts, was_ready = 0, False
         while num_restarts <= max_restarts:

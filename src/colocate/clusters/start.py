@@ -35,7 +35,6 @@ class Start:
     """The processes of one start.
 
     Args:
-        values: the run's options.
         groups: the ranks' placement groups, one for each node.
         own_groups: the servers', where they have GPUs of their own. Else they are in slices of the ranks'
             bundles, and take nothing of Ray's resources there.
@@ -77,14 +76,8 @@ class Start:
         return seats
 
     async def run(self, arguments: Sequence[str]) -> Ending:
-        """Keep the replicas, and run the ranks beside them: whichever ends first, ends the run.
-
-        Args:
-            arguments: what follows `colocate` for a rank.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed twice.
-        """
+        """Keep the replicas, and run `colocate <arguments>` as the ranks beside them: whichever ends first,
+        ends the run. Ctrl-C a second time raises KeyboardInterrupt."""
         parts = [*self.keep_replicas(), asyncio.create_task(self._run_ranks(arguments))]
         ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         return ended.pop().result()
@@ -108,10 +101,8 @@ class Start:
         return tasks
 
     async def _run_ranks(self, arguments: Sequence[str]) -> Ending:
-        """Start all ranks, and show their output until all have ended, or one has failed.
-
-        The first Ctrl-C and SIGTERM are passed on: the ranks finish and save their step, and end.
-        """
+        """Start all ranks, and show their output until all have ended, or one has failed. The first Ctrl-C
+        and SIGTERM are passed on: the ranks finish and save their step, and end."""
         # A server measures the memory that is free while it starts: ranks must not take any of it meanwhile.
         is_measured = self._ask.is_colocated and self._ask.on_gpus
         while is_measured and not all(replica.is_ready for replica in self.replicas):
