@@ -28,7 +28,7 @@ from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.data.sampler import PromptBatches
 from colocate.engines.native.engine import NativeEngine
 from colocate.experience.judge import Judge
-from colocate.experience.play import Player
+from colocate.experience.players.play import Player
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow

@@ -15,7 +15,7 @@ from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
 from colocate.engines.base import RolloutEngine
-from colocate.engines.rollout_server.key import ServerKey
+from colocate.http.key import ServerKey
 from colocate.serving.app import Service
 from colocate.serving.desk import Visitors
 from colocate.serving.driver import Driver

@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from colocate import build
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.turns import TurnEngine
 from colocate.rewards.logs import TRAINER_METRICS
+from colocate.run import build
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
 from colocate.weights.shapes import ModelShapes

@@ -30,13 +30,13 @@ import torch
 from benchmarks.common.random_model import config_of
 from benchmarks.common.results import Record, origin
 from benchmarks.rollout.cases import model_directory
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server.client import Workers
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.key import VARIABLE
-from colocate.engines.rollout_server.patience import patience_among
-from colocate.engines.rollout_server.weight_push import IpcTransport, NcclTransport, WeightPusher
+from colocate.http.key import VARIABLE
 from colocate.parallel.ports import free_port
+from colocate.rollout_server.trainer.client import Workers
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import patience_among
+from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.weight_push import IpcTransport, NcclTransport, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WHOLE
 from colocate.weights.weight_parts import random_parts

@@ -20,10 +20,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common.results import Record, origin
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.patience import patience_among
-from colocate.engines.rollout_server.weight_wire import SHAPE
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import patience_among
+from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.wire.weight_wire import SHAPE
 from colocate.types import Prompt, SamplingParams
 
 NUM_SERVERS = 3

@@ -54,7 +54,7 @@ def install_vllm() -> None:
 
 def make_worker(about: dict[str, Any]) -> Any:
     """The worker extension on a model with the names and the shape that the trainer's has."""
-    from colocate.engines.vllm_server.weight_receiver import WeightReceiver
+    from colocate.rollout_server.vllm.weight_receiver import WeightReceiver
 
     shape = types.SimpleNamespace(**about["shape"])
     both = types.SimpleNamespace(

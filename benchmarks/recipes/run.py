@@ -31,7 +31,7 @@ from benchmarks.recipes.clock import CoreClock
 from benchmarks.step.run import assignment
 from colocate.cli import main as colocate
 from colocate.inference.statistics import wilson
-from colocate.run_file import read_file
+from colocate.options.run_file import read_file
 
 Event = dict[str, Any]
 """A line of a run's log: `time`, `step`, and `reward` or `eval_reward`, with what was logged beside it."""
@@ -81,10 +81,10 @@ def run_trl(recipe: str, options: dict[str, Any], *, has_vllm: bool = False) -> 
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
-    from colocate.config import GRPOConfig
+    from colocate.config.grpo_config import GRPOConfig
+    from colocate.config.run_config import parse_run
     from colocate.rewards import get_reward_function
-    from colocate.run_config import parse_run
-    from colocate.run_data import RunData
+    from colocate.run.data import RunData
 
     run, given = parse_run(options)
     train_rows, eval_rows = RunData(run, GRPOConfig(**given)).load()

@@ -13,7 +13,7 @@ import json
 import time
 from pathlib import Path
 
-from colocate.import_ahead import importing_ahead
+from colocate.commands.import_ahead import importing_ahead
 
 with importing_ahead():  # as `colocate train` does it, and `from colocate import GRPOTrainer`
     import torch

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from colocate.declared_options import Option
-from colocate.option_help import option_sections
+from colocate.options.declared import Option
+from colocate.options.help import option_sections
 
 _OPTIONS = "<!-- options -->"
 _NAMES = re.compile(r"(?<=<td>)(?:<code>[^<]*</code>(?:, )?)+(?=</td>)")

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Any
 from colocate.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from colocate.config import GRPOConfig
-    from colocate.experience.rollout_function import generate_rollout_completions
-    from colocate.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-    from colocate.scripts.mixture import get_dataset
-    from colocate.scripts.model_config import (
+    from colocate.config.grpo_config import GRPOConfig
+    from colocate.experience.players.rollout_function import generate_rollout_completions
+    from colocate.trainer import GRPOTrainer
+    from colocate.trl.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+    from colocate.trl.scripts.mixture import get_dataset
+    from colocate.trl.scripts.model_config import (
         ModelConfig,
         get_kbit_device_map,
         get_peft_config,
         get_quantization_config,
     )
-    from colocate.scripts.parser import TrlParser
-    from colocate.scripts.rich_progress import RichProgressCallback
-    from colocate.trainer import GRPOTrainer
+    from colocate.trl.scripts.parser import TrlParser
+    from colocate.trl.scripts.rich_progress import RichProgressCallback
 
 __all__ = [
     "DatasetConfig",
@@ -37,19 +37,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "GRPOConfig": "config",
+    "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
     "generate_rollout_completions": "experience.rollout_function",
-    "ScriptArguments": "scripts.arguments",
-    "DatasetConfig": "scripts.arguments",
-    "DatasetMixtureConfig": "scripts.arguments",
-    "get_dataset": "scripts.mixture",
-    "ModelConfig": "scripts.model_config",
-    "get_peft_config": "scripts.model_config",
-    "get_quantization_config": "scripts.model_config",
-    "get_kbit_device_map": "scripts.model_config",
-    "TrlParser": "scripts.parser",
-    "RichProgressCallback": "scripts.rich_progress",
+    "ScriptArguments": "trl.scripts.arguments",
+    "DatasetConfig": "trl.scripts.arguments",
+    "DatasetMixtureConfig": "trl.scripts.arguments",
+    "get_dataset": "trl.scripts.mixture",
+    "ModelConfig": "trl.scripts.model_config",
+    "get_peft_config": "trl.scripts.model_config",
+    "get_quantization_config": "trl.scripts.model_config",
+    "get_kbit_device_map": "trl.scripts.model_config",
+    "TrlParser": "trl.scripts.parser",
+    "RichProgressCallback": "trl.scripts.rich_progress",
 }
 """The module below `colocate` that defines each name."""
 
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
     # Loading torch and transformers takes seconds; `colocate --help` and `import colocate` should not.
     if name not in _MODULES:
         raise AttributeError(f"module 'colocate' has no attribute {name!r}")
-    from colocate.import_ahead import importing_ahead
+    from colocate.commands.import_ahead import importing_ahead
 
     with importing_ahead():
         return getattr(importlib.import_module(f"colocate.{_MODULES[name]}"), name)

@@ -16,9 +16,9 @@ from pathlib import Path
 from colocate.commands import chat, export, merge, plan, report, rollout_serve, serve, train
 from colocate.commands import eval as measure
 from colocate.commands.vocabulary import TAKE_RUN_OPTIONS, in_words_of
+from colocate.options.redaction import redacted
 from colocate.parallel.error_file import record_failure
 from colocate.parallel.last_words import say
-from colocate.redaction import redacted
 from colocate.rewards.exits import LoudExits, place_of_exit
 from colocate.version import __version__
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _worded(message: str, known: argparse.Namespace) -> str:
     """An error's message in the words of the command."""
-    from colocate.declared_options import option_names
+    from colocate.options.declared import option_names
 
     own = [option for action in known.command_parser._actions for option in action.option_strings]
     return in_words_of(known.command, message, own, option_names())
@@ -103,7 +103,7 @@ def _unread(known: argparse.Namespace) -> list[str]:
 
 def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """End with status 2, the usage of the command, and the option of it that is nearest to the first word."""
-    from colocate.option_values import nearest
+    from colocate.options.values import nearest
 
     known = [option for action in command._actions for option in action.option_strings]
     hint = nearest(words[0].partition("=")[0], known)

@@ -13,8 +13,8 @@ from colocate.data.splits import TrainDataset
 from colocate.experience import ranks
 from colocate.loop import roll_out
 from colocate.parallel.watch import watched
-from colocate.playing import with_prompts
-from colocate.run import Run
+from colocate.run.playing import with_prompts
+from colocate.run.record import Run
 
 
 @watched(lambda run: "in evaluate()")

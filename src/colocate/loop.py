@@ -27,8 +27,8 @@ from colocate.experience.requests import RolloutRequest
 from colocate.experience.slices import Step
 from colocate.memory.garbage import lasting_objects_left_out
 from colocate.policy.policy import UpdateResult
-from colocate.run import Run
-from colocate.skipped_steps import keep_skipped_step
+from colocate.run.record import Run
+from colocate.run.skipped_steps import keep_skipped_step
 from colocate.types import Sample
 
 

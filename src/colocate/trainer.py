@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: a run behind TRL's interface. `loop.py` has the loop, `build.py` makes the parts."""
+"""`GRPOTrainer`: a run behind TRL's interface. `loop.py` has the loop, `run/build.py` makes the parts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import evaluation, loop, run_checkpoints, trainer_arguments
-from colocate.build import build_run
+from colocate import evaluation, loop
 from colocate.checkpoints import hub, sealed
 from colocate.checkpoints.interruption import StopRequest
 from colocate.checkpoints.lock import holding_run_lock
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
 from colocate.parallel.watch import watched
-from colocate.playing import playing_of
-from colocate.run_header import header_rows
-from colocate.trl_names import TRLNames
+from colocate.run import arguments as trainer_arguments
+from colocate.run import checkpoints as run_checkpoints
+from colocate.run.build import build_run
+from colocate.run.header import header_rows
+from colocate.run.playing import playing_of
+from colocate.trl.names import TRLNames
 
 
 class GRPOTrainer(TRLNames):
@@ -40,9 +42,9 @@ class GRPOTrainer(TRLNames):
         quantization_config: passed to `from_pretrained` when `model` is a name.
         peft_config: train an adapter instead of the whole model.
         tools: functions that the model may call (`colocate.episodes.tools`).
-        rollout_func: a function that plays episodes by itself (`colocate.experience.rollout_function`).
+        rollout_func: plays episodes by itself (`colocate.experience.players.rollout_function`).
         environment_factory: makes an environment, or a dict of such (`colocate.episodes.environments`).
-        agent: plays an episode by an OpenAI client of its own (`colocate.experience.agent_player`).
+        agent: plays an episode by an OpenAI client of its own (`colocate.experience.players.agent_player`).
 
     Raises:
         TypeError: an argument has a type that the trainer does not take.

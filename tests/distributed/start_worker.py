@@ -18,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from colocate import build, start_checks
 from colocate.rewards import get_reward_function
+from colocate.run.record import build, start_checks
 from tiny import count_digits, make_model, make_trainer, sums
 
 RANK = int(os.environ["RANK"])

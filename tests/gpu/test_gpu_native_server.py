@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from engine_models import greedy_completions, greedy_references, make_model, make_prompts
 
-from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.parallel.ports import free_port
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
 
 pytestmark = pytest.mark.gpu
 

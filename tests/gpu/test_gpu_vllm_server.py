@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from engine_models import make_prompts, plain_logits
 from vllm_server_case import ServerProcess, make_server_model
 
-from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -98,7 +98,7 @@ def test_a_server_killed_within_a_push_leaves_the_trainer_alive(case, monkeypatc
     engine.wake_up()
     try:
         engine.generate(make_prompts([3]), SamplingParams(max_tokens=2))
-        from colocate.engines.rollout_server.client import Workers
+        from colocate.rollout_server.trainer.client import Workers
 
         real = Workers.start
 

@@ -19,9 +19,9 @@ from datasets import Dataset
 from openai import AsyncOpenAI, OpenAI
 
 from chat_templates import make_tokenizer
-from colocate.engines.pool import EnginePool
 from colocate.episodes.episode import Episode
-from colocate.experience import agent_player
+from colocate.experience.players import agent_player
+from colocate.rollout_server.trainer.pool import EnginePool
 from native_replica import NativeReplica
 from serving_case import QUESTION, STOP, TOKENIZER, TOOL, calling_model
 from tiny import StubEngine, logged, make_model, make_trainer, train, weights_of

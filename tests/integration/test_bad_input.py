@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
+from colocate.config.run_config import parse_run
+from colocate.options.run_file import read_file
 from colocate.rewards.errors import RewardError
-from colocate.run_config import parse_run
-from colocate.run_file import read_file
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from transformers import TrainerCallback
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
 from colocate.data import mixture
-from colocate.option_names import ALIASES
-from colocate.requirements import Requirement, choices_of, ranges_of
+from colocate.options.names import ALIASES
+from colocate.options.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
 

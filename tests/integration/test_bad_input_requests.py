@@ -19,8 +19,8 @@ import pytest
 from bad_cases import Case, judge
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.rollout_server.client import HttpClient, RequestRefused
-from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.client import HttpClient, RequestRefused
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from serving_case import MODEL, QUESTION, Served, random_model, serving
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))

@@ -16,12 +16,12 @@ import yaml
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 import colocate
-from colocate import build
 from colocate.cli import main
+from colocate.config.run_config import RunConfig
 from colocate.reporting.learning_watch import NUM_COMPLETIONS, NUM_ROLLOUTS, NUM_UNREWARDED
 from colocate.rewards import accuracy_reward, get_reward_function
 from colocate.rewards.base import RewardFunctions
-from colocate.run_config import RunConfig
+from colocate.run import build
 from tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, StubEngine, character_tokenizer, make_model, make_trainer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()

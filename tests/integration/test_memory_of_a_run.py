@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import tiny
-from colocate import build
 from colocate.memory.timeline import resident_bytes_besides
 from colocate.reporting.memory_charts import rollout_memory_chart
 from colocate.reporting.run import read_run
+from colocate.run import build
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"

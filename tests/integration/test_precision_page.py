@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from colocate import rollout_precision
+from colocate.config import rollout_precision
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,10 +22,10 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from colocate.cli import main
+from colocate.config.run_config import parse_run
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.memory.workload import Workload
 from colocate.policy.footprint import kept_bytes_per_token, train_flops_per_token
-from colocate.run_config import parse_run
 from tiny import make_model, make_tokenizer, shapes_of
 
 ROOT = Path(__file__).parents[2]

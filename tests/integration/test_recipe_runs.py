@@ -25,12 +25,12 @@ from benchmarks.recipes.cases import ALGORITHMS, CASES, DIRECTORY, run_name, war
 from benchmarks.recipes.suite import compute_claims, published_runs, runs_of
 from colocate.cli import main
 from colocate.data.loading import load_prompts
+from colocate.options.run_file import read_file
 from colocate.reporting.memory_charts import MemoryCurve
 from colocate.reporting.picture import draw_picture
 from colocate.reporting.run import read_run
 from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.registry import get_tool
-from colocate.run_file import read_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"

@@ -25,14 +25,14 @@ from test_bad_input import files_no_larger_than
 from test_resume import lora, trained_adapter
 from transformers import TrainerCallback, get_scheduler
 
-from colocate import build as builders
 from colocate.checkpoints import sealed
 from colocate.checkpoints.lock import OutputDirInUse, RunLock
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.experience.judge import Judge
 from colocate.experience.select import Selector
-from colocate.requirements import IN_COMPLETIONS, marked
+from colocate.options.requirements import IN_COMPLETIONS, marked
+from colocate.run import build as builders
 from tool_chat import TEMPLATE
 
 NUM_STEPS = 4
@@ -222,7 +222,7 @@ def test_rows_rewards_and_versions_are_told(stopped, caplog, monkeypatch):
 
     rows = make_dataset().to_list()
     rows[7]["prompt"] = "other"
-    monkeypatch.setattr("colocate.run_identity.platform.python_version", lambda: "2.7")
+    monkeypatch.setattr("colocate.run.identity.platform.python_version", lambda: "2.7")
     dataset = type(make_dataset()).from_list(rows)
     _, told = resume(stopped, caplog, train_dataset=dataset, reward_funcs=another_reward, temperature=0.9)
     assert told.keys() == {"dataset digest", "reward functions", "option temperature", "version of python"}

@@ -10,7 +10,7 @@ from small_runs import make_model, make_trainer, without_timings
 from transformers import AutoModelForSequenceClassification
 
 import tiny
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.memory.sleeping import SleepingWeights
 
 

@@ -11,8 +11,8 @@ import torch
 
 from colocate import GRPOConfig
 from colocate.cli import main
-from colocate.run_config import parse_run
-from colocate.run_file import read_file
+from colocate.config.run_config import parse_run
+from colocate.options.run_file import read_file
 from tiny import make_model, make_tokenizer, make_trainer, sums
 
 SECRETS = [f"s3cr3t{i}x" for i in range(9)]

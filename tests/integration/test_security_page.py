@@ -19,7 +19,7 @@ from datasets import Dataset
 from chat_templates import make_tokenizer as make_chat_tokenizer
 from colocate.cli import main
 from colocate.reporting.live import ReportServer
-from colocate.serving.rollout import serve as rollout_serve
+from colocate.rollout_server.native import serve as rollout_serve
 from listening import EVERY, kinds_of, rows, said_of, sockets
 from processes import TORCHRUN, run_python
 from tiny import make_model, make_tokenizer, make_trainer

@@ -11,8 +11,8 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colocate.config.honoured import check_support
 from colocate.engines.native.engine import NativeEngine
-from colocate.options import check_support
 from tiny import make_model, make_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_grpo_colocate.py"

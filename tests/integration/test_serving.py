@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.pool import EnginePool
 from colocate.engines.requests import derived_seed
-from colocate.engines.rollout_server.client import RequestRefused
-from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.client import RequestRefused
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.serving import stepper
 from colocate.serving.limits import Limits
 from colocate.serving.server import bound_socket

@@ -19,7 +19,7 @@ from datasets import Dataset
 
 import colocate
 from colocate.cli import main
-from colocate.experience.agent_player import Endpoint
+from colocate.experience.players.agent_player import Endpoint
 from colocate.serving.limits import Limits
 from serving_case import TOKENIZER, calling_model, random_model
 from tiny import logged, make_model, make_trainer

@@ -16,10 +16,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from colocate import launchers
-from colocate.config import GRPOConfig
-from colocate.run_config import parse_run
-from colocate.run_file import read_overrides
+from colocate.config.grpo_config import GRPOConfig, launchers
+from colocate.config.run_config import parse_run
+from colocate.options.run_file import read_overrides
 from launcher_configs import environment_of
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ PAGE = (ROOT / "docs" / "several-gpus.md").read_text()
 SCRIPT = (ROOT / "examples" / "slurm" / "torchrun.sbatch").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", (ROOT / "src" / "colocate" / name).read_text())
-    for name in ("parallel/meeting.py", "start_checks.py", "launchers.py")
+    for name in ("parallel/meeting.py", "run/start_checks.py", "config/launchers.py")
 )
 
 

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colocate
 from colocate import cli
-from colocate.option_help import option_sections
+from colocate.config.run_config import parse_run
+from colocate.options.help import option_sections
+from colocate.options.run_file import read_overrides
 from colocate.planning.hardware import find_gpu
 from colocate.rewards.logs import TRAINER_METRICS
-from colocate.run_config import parse_run
-from colocate.run_file import read_overrides
 from tiny import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]

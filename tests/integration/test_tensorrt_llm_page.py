@@ -17,15 +17,15 @@ from transformers import AutoConfig
 
 from colocate import cli
 from colocate.commands.train import _ask
-from colocate.run_config import parse_run
-from colocate.run_file import read_overrides
+from colocate.config.run_config import parse_run
+from colocate.options.run_file import read_overrides
 from processes import SOURCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-    for path in (*(ROOT / "src/colocate/engines/trtllm").glob("*.py"), ROOT / "src/colocate/engines/build.py")
+    for path in (*(ROOT / "src/colocate/engines/trtllm").glob("*.py"), ROOT / "src/colocate/run/engines.py")
 )
 COMMANDS = [
     line for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in text.splitlines() if line
@@ -110,7 +110,7 @@ def test_messages_are_those_of_the_code():
 
 
 def test_the_options_are_those_of_the_engine():
-    from colocate.options import HONOURED_BY
+    from colocate.config.honoured import HONOURED_BY
 
     told = PAGE.partition("| option | |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", told, re.MULTILINE)) == HONOURED_BY["trtllm"]

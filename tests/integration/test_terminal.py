@@ -14,7 +14,7 @@ from small_runs import make_config, make_dataset, make_trainer, share_of_early_l
 from transformers import TrainerCallback
 
 from colocate import GRPOTrainer
-from colocate.run_header import _in_words
+from colocate.run.header import _in_words
 
 
 @pytest.fixture(autouse=True)

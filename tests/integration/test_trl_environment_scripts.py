@@ -17,7 +17,8 @@ from test_trl_scripts import OPTIONS, run_script
 
 import colocate
 import openenv_clients
-from colocate import GRPOConfig, GRPOTrainer, build
+from colocate import GRPOConfig, GRPOTrainer
+from colocate.run import build
 from tiny import StubEngine, logged, make_model
 from tool_chat import call, make_chat_tokenizer
 

@@ -10,9 +10,9 @@ from datasets import Dataset
 from transformers import TrainerState
 from trl.trainer.utils import RepeatSampler
 
+from colocate.run.loaders import train_loader
 from colocate.trainer import GRPOTrainer
-from colocate.trl_loaders import train_loader
-from colocate.trl_names import NOT_CALLED, NOT_OVERRIDDEN
+from colocate.trl.names import NOT_CALLED, NOT_OVERRIDDEN
 from tiny import count_digits, make_config, make_model, make_reward_model, make_tokenizer, make_trainer, sums
 
 

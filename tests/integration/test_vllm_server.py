@@ -34,11 +34,11 @@ from engine_models import (
 from hostile_client import ask, attack_as_nobody, attacks
 from vllm_server_case import ServerProcess, as_vllm, make_server_engine, make_server_model, shared_server
 
-from colocate.engines.rollout_server import lease
-from colocate.engines.rollout_server.client import ServerUnreachable, Workers
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.key import key_file
-from colocate.engines.rollout_server.lease import ServerHeld
+from colocate.http import lease
+from colocate.http.key import key_file
+from colocate.http.lease import ServerHeld
+from colocate.rollout_server.trainer.client import ServerUnreachable, Workers
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 from serving_case import MODEL, serving
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
-from colocate.config import GRPOConfig
-from colocate.option_names import OF_TRL
+from colocate.config.grpo_config import GRPOConfig
+from colocate.options.names import OF_TRL
 
 OWN = {
     **dict.fromkeys(

@@ -49,7 +49,7 @@ def test_fields_types_and_defaults_are_trls(name):
         ]
 
     ours = [
-        (name, hint.replace("colocate.scripts.arguments", ""), *rest)
+        (name, hint.replace("colocate.trl.scripts.arguments", ""), *rest)
         for name, hint, *rest in described(getattr(colocate, name))
     ]
     theirs = [

@@ -23,11 +23,11 @@ import torch
 from engine_models import make_model
 from faulty_front import FaultyFront
 
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.key import ServerKey
-from colocate.engines.rollout_server.messages import Message
-from colocate.engines.vllm_server.gate import Gate
-from colocate.engines.vllm_server.weight_receiver import WeightReceiver
+from colocate.http.key import ServerKey
+from colocate.http.messages import Message
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.vllm.gate import Gate
+from colocate.rollout_server.vllm.weight_receiver import WeightReceiver
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
 

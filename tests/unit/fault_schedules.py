@@ -35,10 +35,10 @@ from faulty_front import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines import pool as pool_module
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.patience import Patience
+from colocate.rollout_server.trainer import pool as pool_module
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.types import Completion, SamplingParams
 
 COMPLETIONS, CHUNKS = "/v1/completions", "/collective_rpc receive_chunk"

@@ -16,11 +16,11 @@ from typing import Any
 
 from engine_models import make_model
 
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.key import key_file, key_of_new_server
-from colocate.engines.rollout_server.patience import Patience
-from colocate.serving.rollout.serve import NativeOptions, RolloutServer
+from colocate.http.key import key_file, key_of_new_server
+from colocate.rollout_server.native.serve import NativeOptions, RolloutServer
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.serving.server import bound_socket
 
 PATIENCE = Patience(

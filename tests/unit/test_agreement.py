@@ -12,12 +12,12 @@ from engine_models import make_gpt2, make_lora, make_model, make_prompts, rollou
 from transformers import TrainingArguments
 
 from colocate import GRPOConfig
-from colocate.build import build_agreement
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.experience.agreement import Agreement
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
+from colocate.run.build import build_agreement
 from colocate.types import Sample, SamplingParams
 from tiny import make_trainer
 

@@ -17,14 +17,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from colocate.config import GRPOConfig
-from colocate.engines import build as engines
-from colocate.engines.build import EngineParts, engine_of_auto
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.vllm import engine, environment
 from colocate.parallel.mesh import Mesh
-from colocate.process_setup import set_up_process
-from colocate.run_engine import build_engine, sampling_params
-from colocate.run_header import _why
+from colocate.run import engines
+from colocate.run.engine import build_engine, sampling_params
+from colocate.run.engines import EngineParts, engine_of_auto
+from colocate.run.header import _why
+from colocate.run.process_setup import set_up_process
 
 
 @pytest.fixture
@@ -183,6 +183,6 @@ def test_other_engines_do_not_read_parts_of_weights(name):
 
 
 def test_the_engines_are_known_by_name_before_anything_heavy_is_loaded():
-    code = "import sys, colocate.engines.build as b; print(*b.ENGINES, 'torch' in sys.modules)"
+    code = "import sys, colocate.run.engines as b; print(*b.ENGINES, 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["native", "vllm", "rollout_server", "trtllm", "transformers", "False"]

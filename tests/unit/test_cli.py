@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.run_config import RunConfig, RunFileWriter, parse_run, resolved, save_run
 from colocate.data import mixture
-from colocate.option_values import coerce
+from colocate.options.run_file import LAUNCH, read_file, read_overrides, read_values
+from colocate.options.values import coerce
 from colocate.rewards import accuracy_reward
-from colocate.run_config import RunConfig, RunFileWriter, parse_run, resolved, save_run
-from colocate.run_file import LAUNCH, read_file, read_overrides, read_values
 
 # ── Reading options ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -639,7 +639,7 @@ def test_a_missing_model_is_told_with_how_its_run_file_says_it_is_made(capsys, m
 
 
 def test_names_known_without_an_import_are_those_of_the_classes():
-    from colocate.declared_options import _types
+    from colocate.options.declared import _types
 
     names = {f.name for record in (RunConfig, GRPOConfig) for f in dataclasses.fields(record)}
     assert names <= _types().keys()

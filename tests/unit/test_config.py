@@ -13,11 +13,9 @@ from packaging.version import Version
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate import GRPOTrainer, launchers
-from colocate.config import GRPOConfig
-from colocate.option_names import ALIASES, OF_TRL, override
-from colocate.option_values import coerce, shown, types_of
-from colocate.options import (
+from colocate import GRPOTrainer
+from colocate.config.grpo_config import GRPOConfig, launchers
+from colocate.config.honoured import (
     CHOICES,
     HONOURED_BY,
     RANGES,
@@ -27,8 +25,10 @@ from colocate.options import (
     default_of,
     honoured,
 )
+from colocate.options.names import ALIASES, OF_TRL, override
+from colocate.options.values import coerce, shown, types_of
 from colocate.reporting.provenance import changed_options
-from colocate.run_engine import sampling_params
+from colocate.run.engine import sampling_params
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (honoured(GRPOConfig), set(ALIASES), set(UNNECESSARY), set(REFUSED))
@@ -411,13 +411,13 @@ def test_checkpointing_default_is_quiet_and_can_be_turned_off(make, recwarn):
 
 
 def test_bf16_default_follows_the_device(make, monkeypatch):
-    monkeypatch.setattr("colocate.config.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("colocate.config.grpo_config.is_torch_bf16_gpu_available", lambda: True)
     # transformers asks by its own name whether bfloat16 is there.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     assert make().bf16 is True
     assert make(use_cpu=True).bf16 is False
     assert make(bf16=False).bf16 is False
-    monkeypatch.setattr("colocate.config.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("colocate.config.grpo_config.is_torch_bf16_gpu_available", lambda: False)
     assert make().bf16 is False
 
 

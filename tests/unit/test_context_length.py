@@ -11,10 +11,10 @@ import transformers
 from test_policy import make_policy, make_samples
 from transformers import AutoModelForCausalLM
 
-from colocate.engines.rollout_server.fit import _check_context
 from colocate.engines.trtllm.arguments import max_len_of
 from colocate.rewards.models import RewardModel
-from colocate.run_engine import context_length
+from colocate.rollout_server.trainer.fit import _check_context
+from colocate.run.engine import context_length
 from colocate.weights.context_length import longest_context
 from colocate.weights.layouts import has_layout
 from tiny import EOS, PAD, VOCAB_SIZE, make_reward_model, make_tokenizer, make_trainer, sums

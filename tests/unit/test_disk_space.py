@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 from colocate.checkpoints.disk_space import check, most_at_once, steps_to_save
-from colocate.run_checkpoints import _checkpoint_bytes
+from colocate.run.checkpoints import _checkpoint_bytes
 from tiny import make_model, make_trainer, sums
 
 Usage = namedtuple("Usage", "total used free")

@@ -42,10 +42,10 @@ from vllm_server_case import make_server_engine, make_server_model, make_server_
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import process_logits
-from colocate.engines.pool import EnginePool
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, RAW, tells_policys
 from colocate.reporting.work_counts import WorkCounts
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import causal_lm
 from native_replica import NativeReplica

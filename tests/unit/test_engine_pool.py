@@ -28,12 +28,12 @@ from fault_schedules import (
 )
 from faulty_front import become_another, die, doubled, error_500, hang, late, restart, send_json
 
-from colocate.config import GRPOConfig
-from colocate.engines.build import EngineParts, build_engine, server_urls
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server.client import CompletionRefused
-from colocate.engines.rollout_server.lease import Run, ServerHeld
-from colocate.engines.rollout_server.patience import ALONE
+from colocate.config.grpo_config import GRPOConfig
+from colocate.http.lease import Run, ServerHeld
+from colocate.rollout_server.trainer.client import CompletionRefused
+from colocate.rollout_server.trainer.patience import ALONE
+from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.run.engines import EngineParts, build_engine, server_urls
 from colocate.serving.driver import Drawn, Driver, Job, Update
 from colocate.types import SamplingParams
 

@@ -14,7 +14,7 @@ from colocate.episodes.episode import Episode
 from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import Toolbox
-from colocate.experience.episode_player import EpisodePlayer
+from colocate.experience.players.episode_player import EpisodePlayer
 from colocate.experience.requests import RolloutRequest
 from colocate.types import Prompt, SamplingParams
 from tiny import StubEngine

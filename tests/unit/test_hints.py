@@ -16,12 +16,12 @@ from colocate.algorithms.advantages import ADVANTAGES, AGGREGATIONS
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES
 from colocate.algorithms.ratios import RATIOS
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.honoured import HONOURED_BY, REFUSED, UNNECESSARY, honoured
+from colocate.config.run_config import RunConfig
 from colocate.engines.vllm.environment import NEWEST, OLDEST
-from colocate.option_help import option_help
-from colocate.option_names import ALIASES
-from colocate.options import HONOURED_BY, REFUSED, UNNECESSARY, honoured
-from colocate.run_config import RunConfig
+from colocate.options.help import option_help
+from colocate.options.names import ALIASES
 
 
 def test_help_lists_every_option_with_its_default():

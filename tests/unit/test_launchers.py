@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from colocate import launchers
+from colocate.config import launchers
 from launcher_configs import DEEPSPEED_JSON, FSDP1, FSDP2, ZERO3, environment_of, with_entries
 
 

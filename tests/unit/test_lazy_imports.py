@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from colocate import import_ahead
 from colocate.checkpoints.lock import RunLock
+from colocate.commands import import_ahead
 from tiny import make_model, make_tokenizer
 
 HEAVY = {
@@ -25,7 +25,7 @@ NEVER = {"matplotlib", "ray", "tensorboard", "trackio", "trl", "vllm", "wandb"}
 
 TRAIN = "train --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward"
 
-OF_TRAINING = {"datasets", "pandas", "pyarrow", "colocate.build", "colocate.data", "colocate.loop"}
+OF_TRAINING = {"datasets", "pandas", "pyarrow", "colocate.run.build", "colocate.data", "colocate.loop"}
 """What a model in hand does not need."""
 
 
@@ -101,7 +101,7 @@ def test_a_chat_loads_nothing_of_training_and_a_trainer_no_tracker(tmp_path):
         typed="1 plus 1\n",
     )
     assert {"torch", "colocate.engines.native.engine"} <= of_chat and OF_TRAINING.isdisjoint(of_chat)
-    assert {"colocate.build", "datasets"} <= of_trainer and NEVER.isdisjoint(of_trainer)
+    assert {"colocate.run.build", "datasets"} <= of_trainer and NEVER.isdisjoint(of_trainer)
 
 
 @pytest.fixture(autouse=True)

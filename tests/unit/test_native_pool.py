@@ -22,8 +22,8 @@ from faulty_front import FaultyFront, send_json
 from native_server_case import NativeServer
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server import watch as watch_module
+from colocate.rollout_server.trainer import watch as watch_module
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.types import Completion, SamplingParams
 
 _OWN_HEADERS = ("host", "connection", "content-length")

@@ -25,18 +25,19 @@ from native_server_case import NativeServer, config_only
 
 from colocate.cli import main
 from colocate.clusters.actor import ProcessActor
-from colocate.engines.build import server_urls
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server import gate, weight_push
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.lease import ServerHeld
-from colocate.engines.rollout_server.messages import Message
-from colocate.engines.rollout_server.patience import Patience, patience_among
-from colocate.engines.rollout_server.receiver import other_weights
-from colocate.run_config import parse_run
-from colocate.run_file import read_overrides
+from colocate.config.run_config import parse_run
+from colocate.http import gate
+from colocate.http.lease import ServerHeld
+from colocate.http.messages import Message
+from colocate.options.run_file import read_overrides
+from colocate.rollout_server.native import serve as serve_module
+from colocate.rollout_server.trainer import weight_push
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import Patience, patience_among
+from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.wire.receiver import other_weights
+from colocate.run.engines import server_urls
 from colocate.serving import stepper as stepper_module
-from colocate.serving.rollout import serve as serve_module
 from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
 from colocate.types import Prompt, SamplingParams
 

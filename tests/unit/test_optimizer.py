@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_names import ARGUMENTS, REFUSED_OPTIMIZERS

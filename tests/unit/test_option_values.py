@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.config import GRPOConfig
-from colocate.option_values import coerce, shown, types_of
-from colocate.run_config import parse_run
-from colocate.yaml_text import read_yaml, write_yaml
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.run_config import parse_run
+from colocate.options.values import coerce, shown, types_of
+from colocate.options.yaml_text import read_yaml, write_yaml
 
 
 @dataclasses.dataclass

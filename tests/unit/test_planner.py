@@ -19,8 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from colocate.build import first_plan
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.data.packing import pack
 from colocate.engines.native.capacity import useful_pages
 from colocate.engines.native.footprint import least_kv_tokens, useful_kv_tokens
@@ -45,6 +44,7 @@ from colocate.policy.footprint import Microbatch, kept_bytes_per_token, train_fl
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack
+from colocate.run.build import first_plan
 from colocate.types import Prompt
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 from tiny import shapes_of

@@ -16,11 +16,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
-from colocate.engines import pool as pool_module
-from colocate.engines.pool import EnginePool
-from colocate.engines.rollout_server import weight_push
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.patience import Patience
+from colocate.rollout_server.trainer import pool as pool_module
+from colocate.rollout_server.trainer import weight_push
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.types import Completion, Prompt
 
 PATIENCE = Patience(

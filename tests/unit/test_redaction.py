@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_utils import SaveStrategy
 
-from colocate.redaction import check_complete, is_secret, redacted
+from colocate.options.redaction import check_complete, is_secret, redacted
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.memory.timeline import Category, Timeline
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 from colocate.reporting import charts, theme
 from colocate.reporting.axes import Axis, compact
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet

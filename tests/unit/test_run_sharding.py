@@ -10,17 +10,17 @@ from engine_models import config_of, make_gpt2, make_model
 from peft import LoraConfig, PromptTuningConfig
 from transformers import GPT2Config, Qwen2Config
 
-from colocate import run_mesh
 from colocate.cli import main
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.parallel.decode_mesh import DecodeMesh
 from colocate.planning import run_sharding
 from colocate.planning.hardware import find_gpu
 from colocate.planning.run_sharding import choose_weight_parts
-from colocate.playing import check_mesh
 from colocate.policy import cudnn_attention
-from colocate.run_header import shard_row
-from colocate.run_mesh import weight_parts_of
+from colocate.run import mesh as run_mesh
+from colocate.run.header import shard_row
+from colocate.run.mesh import weight_parts_of
+from colocate.run.playing import check_mesh
 from colocate.weights.layouts import WeightPart
 from colocate.weights.shapes import Lora, ModelShapes
 from colocate.weights.weight_parts import random_parts

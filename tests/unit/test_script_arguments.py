@@ -13,10 +13,10 @@ from trl import RichProgressCallback as TRLCallback
 
 import colocate
 from colocate import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from colocate.config.run_config import RunConfig
+from colocate.options.requirements import ranges_of
 from colocate.reporting.progress import Progress
-from colocate.requirements import ranges_of
-from colocate.run_config import RunConfig
-from colocate.scripts import model_config
+from colocate.trl.scripts import model_config
 
 
 def test_names_are_found_without_loading_torch():

@@ -14,8 +14,8 @@ from engine_models import make_model, make_prompts
 from fake_server import FakeVLLM, install_fake_vllm
 from faulty_front import FaultyFront
 
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.fit import SeveralServers, Starts
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.fit import SeveralServers, Starts
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.requests import check_requests
 from colocate.serving.calls import chat_call, completion_call, parsed
 from colocate.serving.refusal import Refusal

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.pool import EnginePool
 from colocate.engines.requests import turn_key
 from colocate.engines.transformers_engine import TransformersEngine
+from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.serving.driver import Begun, Drawn, Driver, Job
 from colocate.types import Completion, Prompt, SamplingParams
 from native_replica import NativeReplica

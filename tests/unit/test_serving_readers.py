@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.encoding import TooManyTokens, encoded_up_to
-from colocate.experience.agent_session import Drawing, Session
+from colocate.data.encoding import TooManyTokens, encoded_up_to
+from colocate.experience.players.agent_session import Drawing, Session
 from colocate.serving import calls, readers
 from colocate.serving.calls import chat_call, completion_call
 from colocate.serving.desk import Visitors

@@ -13,7 +13,7 @@ from engine_models import FAMILIES, config_of
 from test_planner import GIB, LARGE_SHAPES, allocated, on_gpu, size_of, workload
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import TrainPlan
 from colocate.planning.communication import all_reduce_s, exchange_s, gathers_s, link_bytes_per_s

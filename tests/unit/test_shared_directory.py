@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colocate.engines.rollout_server.shared_directory import PREFIX, SharedDirectory, remove_abandoned
+from colocate.rollout_server.wire.shared_directory import PREFIX, SharedDirectory, remove_abandoned
 
 PUSHING = """
 import sys
-from colocate.engines.rollout_server.weight_push import FileTransport
+from colocate.rollout_server.trainer.weight_push import FileTransport
 transport = FileTransport(sys.argv[1])
 flat = transport.buffer(2**16)
 transport.offer(flat)

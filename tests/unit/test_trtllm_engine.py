@@ -19,15 +19,15 @@ from transformers import AutoConfig
 from trtllm_case import HostMemory, StandInEngine, arguments_for
 from trtllm_stand_in import GPUS, NEWEST, OLDEST
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import EngineLost
-from colocate.engines.build import EngineParts, build_engine
 from colocate.engines.trtllm import arguments as arguments_module
 from colocate.engines.trtllm.arguments import OWN_ARGUMENTS, check_engine_kwargs, llm_arguments, older_rope
 from colocate.engines.trtllm.server import WORKER
 from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.parallel.ray_place import VARIABLE, RayPlace
+from colocate.run.engines import EngineParts, build_engine
 from colocate.types import SamplingParams
 
 SOURCE = Path(__file__).parents[2] / "src"

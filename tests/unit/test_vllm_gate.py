@@ -33,17 +33,17 @@ from faulty_front import hanging_fault, send_json  # noqa: F401
 from hostile_client import POISON, ask, attack_as_nobody, attacks
 from safetensors.torch import save_file
 
-from colocate.engines.rollout_server import key as key_module
-from colocate.engines.rollout_server import lease as lease_module
-from colocate.engines.rollout_server import receiver
-from colocate.engines.rollout_server.client import HttpClient, WorkerError
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.gate import Refused, check_token_ids
-from colocate.engines.rollout_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
-from colocate.engines.rollout_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
-from colocate.engines.rollout_server.messages import Message, authorization
-from colocate.engines.rollout_server.watch import ServerPaused
 from colocate.engines.vllm import arguments
+from colocate.http import key as key_module
+from colocate.http import lease as lease_module
+from colocate.http.gate import Refused, check_token_ids
+from colocate.http.key import ServerKey, key_file, key_of_new_server, key_of_server_at
+from colocate.http.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
+from colocate.http.messages import Message, authorization
+from colocate.rollout_server.trainer.client import HttpClient, WorkerError
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.watch import ServerPaused
+from colocate.rollout_server.wire import receiver
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
@@ -330,7 +330,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(make_engine, fake, monkey
     first = make_engine(run_id="first", output_dir="/runs/A")
     expected = first.generate(make_prompts([3]), SAMPLING)
     # As from another process of this machine.
-    monkeypatch.setattr("colocate.engines.rollout_server.lease.process_identity", lambda pid: "a/b/1/2")
+    monkeypatch.setattr("colocate.http.lease.process_identity", lambda pid: "a/b/1/2")
     message = rf"belongs to the run in /runs/A \(process {os.getpid()} on .*\), since .*--port"
     with pytest.raises(ServerHeld, match=message):
         make_engine(run_id="second", output_dir="/runs/B")
@@ -360,7 +360,7 @@ def test_a_run_that_crashed_on_another_machine_takes_its_server_back(make_engine
     claim_as(fake, "crashed")
     with pytest.raises(ServerHeld, match="/runs/A"):
         make_engine(run_id="stranger", output_dir="/runs/B")
-    monkeypatch.setattr("colocate.engines.rollout_server.fit.LEASE_S", 4.0)
+    monkeypatch.setattr("colocate.rollout_server.trainer.fit.LEASE_S", 4.0)
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "crashed")
     make_engine(run_id="again", output_dir="/runs/A").generate(make_prompts([3]), SAMPLING)

@@ -18,13 +18,13 @@ from fake_server import ScriptedServer, http_response, say_nothing, trickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.rollout_server.client import (
+from colocate.http.connection import Connection
+from colocate.rollout_server.trainer.client import (
     HttpClient,
     MalformedResponse,
     RequestRefused,
     ServerUnreachable,
 )
-from colocate.engines.rollout_server.connection import Connection
 
 GOOD = http_response(200, b'{"value": 7}')
 FAILURES = {

@@ -22,11 +22,11 @@ from packaging.version import Version
 from torch.distributed.run import get_args_parser
 
 from colocate.cli import main
-from colocate.engines.rollout_server.key import key_of_new_server, say_who_may_use_it
-from colocate.engines.vllm_server import serve as serve_module
+from colocate.config.run_config import parse_run
+from colocate.http.key import key_of_new_server, say_who_may_use_it
+from colocate.options.run_file import read_overrides
 from colocate.parallel.ports import free_port
-from colocate.run_config import parse_run
-from colocate.run_file import read_overrides
+from colocate.rollout_server.vllm import serve as serve_module
 from processes import SOURCE
 from ray_homes import wait_for_end, wait_for_number
 

@@ -20,11 +20,11 @@ from faulty_front import changed, error_500, half_of_it, hanging_fault, nothing,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.rollout_server.client import RequestRefused, ServerUnreachable
-from colocate.engines.rollout_server.completions import requests_of
-from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.rollout_server.patience import Patience
-from colocate.engines.rollout_server.weight_push import FileTransport
+from colocate.rollout_server.trainer.client import RequestRefused, ServerUnreachable
+from colocate.rollout_server.trainer.completions import requests_of
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.weight_push import FileTransport
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
@@ -368,7 +368,7 @@ def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
 
 
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
-    receiver = "colocate.engines.rollout_server.receiver.Receiver"
+    receiver = "colocate.rollout_server.wire.receiver.Receiver"
     monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
     engine = make_engine(transport="file")
     with pytest.raises(ValueError, match="it does not see"):
@@ -376,7 +376,7 @@ def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
 
 
 def test_where_nothing_is_shared_weights_go_in_the_messages(make_engine, fake, monkeypatch):
-    receiver = "colocate.engines.rollout_server.receiver.Receiver"
+    receiver = "colocate.rollout_server.wire.receiver.Receiver"
     monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
     make_engine().generate(make_prompts([3]), SAMPLING)
     assert "/collective_rpc keep_piece" in fake.requests

@@ -14,7 +14,7 @@ from fake_server import (  # noqa: F401
 )
 from faulty_front import error_500, restart
 
-from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)

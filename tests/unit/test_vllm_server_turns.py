@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from test_episode_player import Table
 
-from colocate.engines.rollout_server.client import RequestRefused
-from colocate.engines.rollout_server.patience import Patience
+from colocate.rollout_server.trainer.client import RequestRefused
+from colocate.rollout_server.trainer.patience import Patience
 from colocate.types import Completion, Prompt, SamplingParams
 from tool_chat import call
 

@@ -10,7 +10,7 @@ import pytest
 import colocate
 from colocate.cli import _COMMANDS, _build_parser
 from colocate.commands.vocabulary import EQUIVALENTS, TAKE_RUN_OPTIONS, in_words_of
-from colocate.declared_options import option_names
+from colocate.options.declared import option_names
 
 SOURCES = Path(colocate.__file__).parent
 

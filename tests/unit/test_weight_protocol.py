@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from transformers import Qwen3ForCausalLM
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.rollout_server.key import ServerKey
-from colocate.engines.rollout_server.messages import Message
-from colocate.engines.rollout_server.receiver import Receiver, answer_message
-from colocate.engines.rollout_server.weight_push import FileTransport
-from colocate.engines.rollout_server.weight_wire import checksum_of, layout_hash, layout_of, pack
-from colocate.serving.rollout.weights import NativeWeights
+from colocate.http.key import ServerKey
+from colocate.http.messages import Message
+from colocate.rollout_server.native.weights import NativeWeights
+from colocate.rollout_server.trainer.weight_push import FileTransport
+from colocate.rollout_server.wire.receiver import Receiver, answer_message
+from colocate.rollout_server.wire.weight_wire import checksum_of, layout_hash, layout_of, pack
 from colocate.weights.buckets import all_bytes, buckets, sizes
 
 

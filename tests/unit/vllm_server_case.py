@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from engine_models import MAX_POSITION, make_model
 
-from colocate.engines.rollout_server.key import key_file
 from colocate.engines.vllm.environment import installed_version
+from colocate.http.key import key_file
 from colocate.parallel.ports import free_port
 
 START_S = 300.0
@@ -151,16 +151,16 @@ def _started(number: int) -> ServerProcess:
 
 def make_server_engine(model: Any) -> Any:
     """For the contract suite: an engine of the shared server, to which it sends `model`'s weights."""
-    from colocate.engines.rollout_server.engine import RolloutServerEngine
+    from colocate.rollout_server.trainer.engine import RolloutServerEngine
 
     return RolloutServerEngine(model, base_url=shared_server().base_url)
 
 
 def make_server_pool(model: Any) -> Any:
     """For the contract suite: a pool of two servers' engines."""
-    from colocate.engines.pool import EnginePool
-    from colocate.engines.rollout_server.engine import RolloutServerEngine
-    from colocate.engines.rollout_server.patience import patience_among
+    from colocate.rollout_server.trainer.engine import RolloutServerEngine
+    from colocate.rollout_server.trainer.patience import patience_among
+    from colocate.rollout_server.trainer.pool import EnginePool
 
     patience = patience_among(2)
     engines = [

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from colocate.requirements import IN_COMPLETIONS, OneOf, check_choice, choices_of
+from colocate.options.requirements import IN_COMPLETIONS, OneOf, check_choice, choices_of
 
 # Keeps advantages finite in a group whose completions all earn the same reward.
 STD_OFFSET = 1e-4

@@ -19,8 +19,8 @@ from colocate.algorithms import normalization
 from colocate.algorithms.normalization import Slice
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
+from colocate.options.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
 from colocate.reporting.metrics import Metrics
-from colocate.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
 
 MIN_LOG_WEIGHT = math.log(1e-8)
 MAX_LOG_WEIGHT = 20.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
-from colocate.requirements import (
+from colocate.options.requirements import (
     IN_COMPLETIONS,
     UPPER_BOUNDS,
     OneOf,

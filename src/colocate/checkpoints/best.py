@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
-from colocate.option_values import nearest
+from colocate.options.values import nearest
 from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
 from colocate.weights.part_loading import load_part
 from colocate.weights.weight_parts import local_part, splits_of

@@ -1,6 +1,6 @@
 """The description of the run that wrote a checkpoint, and its differences from the run that resumes it.
 
-`run.json` in a checkpoint holds everything that defines the run (see `colocate.run_identity`). A run that
+`run.json` in a checkpoint holds everything that defines the run (see `colocate.run.identity`). A run that
 resumes shows the differences in one table. Differences that must not be are refused by name, the others apply
 from the next step on.
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from colocate.checkpoints import sealed
+from colocate.options.run_file import read_file
 from colocate.reporting.run_log import METRICS_FILE
 from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
-from colocate.run_file import read_file
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.file_reading import read_object
 from colocate.weights.weight_files import found_file

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from colocate.engines.rollout_server.connection import answers
+from colocate.http.connection import answers
 from colocate.parallel.error_file import VARIABLE, Failure, read_failure
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.parallel.ports import free_port

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from colocate.checkpoints.stop_signals import restore
+from colocate.options.redaction import redacted
 from colocate.parallel.ask import Ask
 from colocate.parallel.ray_head import check_address, watched
-from colocate.redaction import redacted
 
 _PATIENCE_S = 5.0
 """Seconds of waiting after which the terminal says what is waited for."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocate.clusters.actor import Place, ProcessActor, Size
+from colocate.options.redaction import redacted
 from colocate.parallel.error_file import Failure
 from colocate.parallel.tail import NUM_LINES, Tail
-from colocate.redaction import redacted
 from colocate.version import __version__
 
 _START_S = 300.0

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from colocate.clusters.process import Ending, Process
-from colocate.engines.rollout_server.key import VARIABLE
-from colocate.redaction import redacted
+from colocate.http.key import VARIABLE
+from colocate.options.redaction import redacted
 
 _STEP = "/is_paused"
 """A question that vLLM's engine answers in its loop, between two steps: each answer tells that the loop has

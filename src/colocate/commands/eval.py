@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from colocate.checkpoints.saved_model import SavedModel
+    from colocate.config.run_config import RunConfig
     from colocate.inference.measuring import Row, Scores
     from colocate.rewards.base import RewardFunctions
-    from colocate.run_config import RunConfig
 
 SUMMARY = "measure models on a dataset: accuracy, pass@k, rewards"
 
@@ -135,7 +135,7 @@ def _of_run_file(name: str, base: str | None) -> SavedModel:
     from dataclasses import replace
 
     from colocate.checkpoints.saved_model import find_model
-    from colocate.run_file import read_values
+    from colocate.options.run_file import read_values
 
     _, options = read_values([name])
     if not options.get("model_name_or_path"):
@@ -178,7 +178,7 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
     """
     from dataclasses import fields
 
-    from colocate.run_config import RunConfig, parse_run
+    from colocate.config.run_config import RunConfig, parse_run
 
     names = {field.name for field in fields(RunConfig)}
     options = _given_format(known, {**run_of.options, **run_of.code})
@@ -400,9 +400,9 @@ def _write(
     known: argparse.Namespace,
 ) -> None:
     from colocate.inference.statistics import CONFIDENCE, difference
-    from colocate.redaction import redacted
+    from colocate.options.redaction import redacted
     from colocate.reporting.run_log import strict_json
-    from colocate.run_identity import versions
+    from colocate.run.identity import versions
 
     first = scores[0]
     gained = [difference(one.shares, first.shares, one.num_samples) for one in scores[1:]]

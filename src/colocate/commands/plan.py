@@ -13,8 +13,8 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
-from colocate.declared_values import check_values
-from colocate.run_file import read_values
+from colocate.config.declared_values import check_values
+from colocate.options.run_file import read_values
 
 SUMMARY = "show whether a run fits the GPU and how long its steps take, without loading the model"
 _EPILOG = (
@@ -58,8 +58,8 @@ def run(known: argparse.Namespace) -> int:
     check_values(values)
     require(values, "model_name_or_path")
 
+    from colocate.config.run_config import parse_run
     from colocate.planning.command import plan_run
-    from colocate.run_config import parse_run
 
     run, options = parse_run(values)
     require(vars(run), "model_name_or_path")

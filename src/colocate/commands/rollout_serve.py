@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from colocate.option_values import coerce
+from colocate.options.requirements import AT_LEAST_ONE, check_range
+from colocate.options.values import coerce
 from colocate.parallel.ask import Ask
-from colocate.requirements import AT_LEAST_ONE, check_range
 
 SUMMARY = "run a server that completes a trainer's prompts with the trainer's weights (engine=rollout_server)"
 ENGINES = ("native", "vllm")
@@ -130,7 +130,7 @@ def _serve_vllm(known: argparse.Namespace) -> int:
             instead = "and vLLM has no such option" if of_vllm is None else f"give `-- {of_vllm}` for vLLM"
             raise ValueError(f"--{name} is for the native engine; {instead}.")
 
-    from colocate.engines.vllm_server.serve import serve
+    from colocate.rollout_server.vllm.serve import serve
 
     return serve(
         known.model,
@@ -160,7 +160,7 @@ def _serve_native(known: argparse.Namespace) -> int:
 
     check_installed("colocate rollout-serve")
 
-    from colocate.serving.rollout.serve import NativeOptions, serve
+    from colocate.rollout_server.native.serve import NativeOptions, serve
 
     options = NativeOptions(
         dtype=known.dtype or "auto",

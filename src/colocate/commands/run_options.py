@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate.option_names import with_present_names
+from colocate.options.names import with_present_names
 from colocate.weights.weight_files import check_no_gguf
 
 if TYPE_CHECKING:
-    from colocate.run_config import RunConfig
+    from colocate.config.run_config import RunConfig
 
 _RUN_FILE_HELP = (
     "RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file. "
@@ -95,7 +95,7 @@ def say_unnecessary(run: RunConfig, options: dict[str, Any]) -> None:
     model is natively supported."""
     from dataclasses import fields
 
-    from colocate.options import UNNECESSARY_WITH_LAYOUT, default_of
+    from colocate.config.honoured import UNNECESSARY_WITH_LAYOUT, default_of
 
     defaults = {field.name: default_of(field) for field in fields(run)}
     for switch, names in _READ_WITH.items():

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.checkpoints.stop_signals import stop_event
 from colocate.commands.model_arguments import MODEL_HELP, add_base
-from colocate.engines.build import OLDER_NAMES
-from colocate.engines.rollout_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
-from colocate.requirements import AT_LEAST_ONE, check_range
+from colocate.http.key import VARIABLE, ServerKey, is_loopback, key_from_environment
+from colocate.options.requirements import AT_LEAST_ONE, check_range
+from colocate.run.engines import OLDER_NAMES
 from colocate.serving.installed import check_installed
 
 if TYPE_CHECKING:
-    from colocate.config import GRPOConfig
+    from colocate.config.grpo_config import GRPOConfig
     from colocate.engines.base import RolloutEngine
     from colocate.inference.loading import LoadedModel
 
@@ -189,7 +189,7 @@ def _template(file: Path | None) -> str | None:
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:
-    from colocate.encoding import check_template_arguments
+    from colocate.data.encoding import check_template_arguments
 
     try:
         kwargs = {} if text is None else json.loads(text)
@@ -226,7 +226,7 @@ def _options(known: argparse.Namespace) -> dict[str, Any]:
 
 def _engine(loaded: LoadedModel) -> RolloutEngine:
     """The engine that the configuration names; awake, and with the model's weights."""
-    from colocate.engines.build import engine_of_auto
+    from colocate.run.engines import engine_of_auto
     from colocate.types import SamplingParams
 
     model, config = loaded.model, loaded.config

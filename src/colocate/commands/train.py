@@ -24,15 +24,15 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
-from colocate.declared_values import check_batch, check_values
+from colocate.config.declared_values import check_batch, check_values
+from colocate.options.redaction import redacted
+from colocate.options.run_file import read_values
 from colocate.parallel.ask import Ask
-from colocate.redaction import redacted
-from colocate.run_file import read_values
 from colocate.version import __version__
 
 if TYPE_CHECKING:
-    from colocate.config import GRPOConfig
-    from colocate.run_config import RunConfig
+    from colocate.config.grpo_config import GRPOConfig
+    from colocate.config.run_config import RunConfig
 
 _OF_LAUNCHER = (
     *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
@@ -52,7 +52,7 @@ class _OptionHelp(argparse.Action):
     """Prints the help with all options, which are read from the sources only when somebody asks for help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from colocate.option_help import help_width, option_help
+        from colocate.options.help import help_width, option_help
 
         about = textwrap.fill(str(parser.description), help_width())
         parser.description = f"{about}\n\n{option_help()}"
@@ -224,15 +224,15 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 
 
 def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
-    from colocate.import_ahead import importing_ahead
+    from colocate.commands.import_ahead import importing_ahead
 
     with importing_ahead():
-        from colocate.config import GRPOConfig
+        from colocate.config.grpo_config import GRPOConfig
+        from colocate.config.run_config import RunFileWriter, parse_run
         from colocate.reporting.messages import model_saved, say_row
         from colocate.reporting.panel import without_bars
         from colocate.rewards.registry import BUILT_IN, get_tool
-        from colocate.run_config import RunFileWriter, parse_run
-        from colocate.run_data import RunData
+        from colocate.run.data import RunData
         from colocate.trainer import GRPOTrainer
 
     run, options = parse_run(values)
@@ -351,7 +351,7 @@ def _head_of(file: Path) -> str:
 def _peft_config(run: RunConfig) -> Any:
     if not run.use_peft:
         return None
-    from colocate.scripts.model_config import lora_config
+    from colocate.trl.scripts.model_config import lora_config
 
     return lora_config(
         r=run.lora_r,

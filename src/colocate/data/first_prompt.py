@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from colocate.data.encoding import CONTINUE, is_continued
 from colocate.data.prompts import is_conversational, tell_bare_strings
-from colocate.encoding import CONTINUE, is_continued
 
 logger = logging.getLogger(__name__)
 

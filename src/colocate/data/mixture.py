@@ -13,8 +13,8 @@ import datasets
 from colocate.data.loading import load_prompts
 from colocate.data.order import SOURCE_COLUMN, check_weights
 from colocate.data.prompt_format import PromptFormat
-from colocate.option_values import coerce, nearest, shown, types_of
-from colocate.requirements import AT_LEAST_ONE, check_range, ranges_of
+from colocate.options.requirements import AT_LEAST_ONE, check_range, ranges_of
+from colocate.options.values import coerce, nearest, shown, types_of
 
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 

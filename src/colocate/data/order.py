@@ -11,7 +11,7 @@ import datasets
 import torch
 from torch import Tensor
 
-from colocate.option_values import shown
+from colocate.options.values import shown
 
 SOURCE_COLUMN = "dataset"
 """The column of a mixture that names the dataset of each row."""

@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from colocate.data.prompts import TrainData, is_conversational, row_name, user_message
-from colocate.option_values import nearest, shown
+from colocate.options.values import nearest, shown
 
 _BRACES = r"A brace of the text itself is written twice, as in \boxed{{}}."
 

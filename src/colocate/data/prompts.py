@@ -14,8 +14,8 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from colocate.data.encoding import check_template_arguments, encoded, ending_of
 from colocate.data.slow_prompts import check_chars, named_if_slow
-from colocate.encoding import check_template_arguments, encoded, ending_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from colocate.requirements import LEAST_TEMPERATURE
+from colocate.options.requirements import LEAST_TEMPERATURE
 from colocate.types import Prompt, SamplingParams
 
 

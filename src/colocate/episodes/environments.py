@@ -34,7 +34,7 @@ from colocate.episodes.content import check_no_media, is_json, readable
 from colocate.episodes.limited_calls import LimitedCalls
 from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
-from colocate.option_values import shown
+from colocate.options.values import shown
 from colocate.rewards.arguments import own_copy
 from colocate.rewards.errors import words_of
 

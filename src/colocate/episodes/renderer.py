@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from colocate.encoding import encoded_up_to, without_continuing
+from colocate.data.encoding import encoded_up_to, without_continuing
 from colocate.episodes.argument_types import with_typed_arguments
 from colocate.episodes.response_template import templated_message
 from colocate.episodes.tool_syntax import (

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from colocate.encoding import encoded
+from colocate.data.encoding import encoded
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.text_stream import TextStream

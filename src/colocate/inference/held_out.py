@@ -11,12 +11,12 @@ import datasets
 from colocate.checkpoints.changes import RUN_FILE
 from colocate.checkpoints.saved_model import SavedModel
 from colocate.checkpoints.sealed import list_checkpoints
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.run_config import parse_run
 from colocate.data.fingerprint import fingerprint
 from colocate.inference.measuring import Row
 from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
-from colocate.run_config import parse_run
-from colocate.run_data import RunData
+from colocate.run.data import RunData
 from colocate.weights.file_reading import read_object
 
 _OF_DATA = ("apply_chat_template", "chat_template_kwargs", "dataset_weights")

@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from colocate.checkpoints.saved_model import SavedModel
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import RolloutEngine
 from colocate.policy.dropout import disable_dropout
 from colocate.policy.four_bits import four_bit_config
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
-from colocate.process_setup import set_up_process
 from colocate.reporting.panel import without_bars
-from colocate.run_engine import build_engine, context_length
+from colocate.run.engine import build_engine, context_length
+from colocate.run.process_setup import set_up_process
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import read_adapter
 from colocate.weights.file_reading import DamagedFile

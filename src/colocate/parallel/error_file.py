@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 

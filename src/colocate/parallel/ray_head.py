@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 
 LOOK_S = 1.0
 _CONNECT_S = 10.0

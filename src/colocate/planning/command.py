@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.run_config import RunConfig
 from colocate.engines.native.eight_bit_weights import check_gpu
 from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from colocate.planning.plan_text import Answer, print_answer
@@ -20,7 +21,6 @@ from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.cudnn_attention import why_not_cudnn_on
 from colocate.policy.loading import model_on_meta
 from colocate.policy.precision import DTYPES
-from colocate.run_config import RunConfig
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 

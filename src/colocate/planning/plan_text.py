@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.kernels.fallbacks import Fallback
 from colocate.memory.rows import Moment, Phase, total_bytes
 from colocate.planning.hardware import GPUS, Cluster, Gpu

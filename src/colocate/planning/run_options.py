@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from colocate.config import GRPOConfig
+from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.footprint import decode_bytes

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from colocate.config import GRPOConfig
-from colocate.nested_options import arguments_of_model_generate, in_words
+from colocate.config.grpo_config import GRPOConfig
+from colocate.config.nested import arguments_of_model_generate, in_words
 from colocate.parallel.verdict import first_line
 from colocate.planning.run_options import sharding_choice
 from colocate.policy.loading import model_on_meta

@@ -23,8 +23,8 @@ from transformers import (
     ProcessorMixin,
 )
 
-from colocate.option_names import with_present_names
-from colocate.option_values import shown
+from colocate.options.names import with_present_names
+from colocate.options.values import shown
 from colocate.policy.adapter_targets import refused_by_peft, without_routers
 from colocate.policy.dropout import disable_dropout
 from colocate.policy.precision import asked_dtype, cast_to_bf16, check_types, refuse_float16

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
-from colocate.option_values import shown
+from colocate.options.values import shown
 from colocate.policy.optimizer_names import shortcomings
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colocate.option_values import shown
+from colocate.options.values import shown
 from colocate.weights.float32_parameters import kept_in_float32
 from colocate.weights.layouts import causal_lm
 

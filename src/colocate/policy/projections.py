@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colocate.parallel.weight_store import GatheredProjection
 from colocate.policy.products import wide_product
+from colocate.policy.weight_store import GatheredProjection
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.low_rank import MAX_RANK, LowRank
 from colocate.weights.quantized import dequantize, is_4bit

@@ -30,7 +30,6 @@ from torch.nn import functional as F
 
 from colocate.kernels import fallbacks
 from colocate.memory.train_plan import ActivationPolicy
-from colocate.parallel.weight_store import WeightStore, split_parameters
 from colocate.policy import operations
 from colocate.policy.attention import attention, attention_backward
 from colocate.policy.cudnn_attention import why_not_cudnn
@@ -38,6 +37,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.output_head import OutputHead
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
+from colocate.policy.weight_store import WeightStore, split_parameters
 from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
 from colocate.weights.layouts import Layout, has_layout, layout_for

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from colocate.parallel.weight_store import AddGradient, WeightStore
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.stack import DecoderStack, runs_packed
+from colocate.policy.weight_store import AddGradient, WeightStore
 from colocate.weights.layouts import layout_for
 
 

@@ -19,7 +19,7 @@ from transformers.integrations import TensorBoardCallback, get_reporting_integra
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 from colocate.reporting import messages
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.learning_watch import LearningWatch

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.option_names import OF_TRL
+from colocate.options.names import OF_TRL
 
 _GIT_TIMEOUT_S = 5.0
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
+from colocate.data.encoding import is_continued, without_continuing
 from colocate.data.prompts import is_conversational
-from colocate.encoding import is_continued, without_continuing
 from colocate.weights.context_length import longest_context
 from colocate.weights.model_files import check_complete, naming_damage
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colocate.option_values import shown
+from colocate.options.values import shown
 from colocate.rewards.forks import ended_forks
 
 logger = logging.getLogger(__name__)

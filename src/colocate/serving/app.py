@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from colocate.engines.rollout_server.gate import Refused, read_body
+from colocate.http.gate import Refused, read_body
 from colocate.serving.answers import Answer
 from colocate.serving.calls import Call, chat_call, completion_call, parsed
 from colocate.serving.choice import Choice, Piece

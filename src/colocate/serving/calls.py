@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from colocate.requirements import LEAST_TEMPERATURE
+from colocate.options.requirements import LEAST_TEMPERATURE
 from colocate.serving.fields import Fields, check_json
 from colocate.serving.refusal import Refusal, too_long
 

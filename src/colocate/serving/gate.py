@@ -7,8 +7,8 @@ from collections.abc import Callable
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from colocate.engines.rollout_server.gate import KNOWN, Refused, check_it_is_no_browser, headers_of
-from colocate.engines.rollout_server.key import ServerKey
+from colocate.http.gate import KNOWN, Refused, check_it_is_no_browser, headers_of
+from colocate.http.key import ServerKey
 from colocate.serving.desk import Desk
 from colocate.serving.refusal import Refusal
 

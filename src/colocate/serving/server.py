@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from colocate.engines.rollout_server.gate import KNOWN
+from colocate.http.gate import KNOWN
 from colocate.serving.limits import Limits
 
 _START_S = 30.0

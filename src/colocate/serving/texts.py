@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from colocate.encoding import TooManyTokens, encoded, encoded_up_to
+from colocate.data.encoding import TooManyTokens, encoded, encoded_up_to
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.calls import Call, ChatCall, CompletionCall, prompt_field
 from colocate.serving.message_stream import MessageStream

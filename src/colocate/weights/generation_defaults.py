@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from colocate.option_values import shown
+from colocate.options.values import shown
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from colocate.engines.vllm.arguments import config_directory, memory_share
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 from colocate.weights.context_length import longest_context
 
 MAX_NUM_SEQS = 512

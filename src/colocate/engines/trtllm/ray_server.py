@@ -11,10 +11,10 @@ from colocate.engines.base import EngineLost
 from colocate.engines.trtllm.placement import Placement
 from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.options.redaction import redacted
 from colocate.parallel.ray_place import RayPlace
 from colocate.parallel.slices import cut
 from colocate.parallel.verdict import PeerError, first_line
-from colocate.redaction import redacted
 
 START_S = 1800.0
 """Seconds for the engine to start: it may have to tune kernels and capture graphs."""

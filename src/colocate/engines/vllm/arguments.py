@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from colocate.redaction import redacted
+from colocate.options.redaction import redacted
 
 logger = logging.getLogger(__name__)
 

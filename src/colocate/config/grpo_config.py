@@ -1,0 +1,609 @@
+"""Every option of a run: TRL's names and defaults, and a handful of our own.
+
+An option declared in this file is honoured unless a table in `honoured.py` says otherwise; that file also
+lists the options of transformers that are honoured. Each option is declared with its type, its default, what
+its value must satisfy (`colocate.options.requirements`) and the text that `colocate train --help` prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import is_torch_bf16_gpu_available
+
+from colocate.algorithms.advantages import AdvantageOptions
+from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.config.batch_sizes import derive_batch_sizes
+from colocate.config.honoured import (
+    CHOICES,
+    MAY_BE_INFINITE,
+    RANGES,
+    check_report_to,
+    check_support,
+    default_of,
+)
+from colocate.config.launchers import translate
+from colocate.config.nested import check_accelerator_config, read_generation_kwargs
+from colocate.config.rollout_precision import resolve_correction
+from colocate.data.encoding import check_template_arguments
+from colocate.engines.precisions import ROLLOUT_PRECISIONS
+from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.options.names import TWINS, override, resolve, with_present_names
+from colocate.options.redaction import check_complete, redacted
+from colocate.options.requirements import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FEW,
+    FRACTION,
+    IN_COMPLETIONS,
+    INTERVAL,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    SHARE,
+    TEMPERATURE,
+    OneOf,
+    Requirement,
+    check_choice,
+    check_range,
+    choices_of,
+    ranges_of,
+)
+from colocate.options.values import coerce, nearest, types_of
+from colocate.parallel.meeting import meet, meeting
+from colocate.parallel.watch import begin_watch
+from colocate.run.engines import ENGINES, OLDER_NAMES
+
+logger = logging.getLogger(__name__)
+
+SHARD_CHOICES: tuple[Any, ...] = ("auto", "none", 1, 2, 4, 8)
+
+_Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
+
+_TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
+_THREADS = Requirement("must be 0 to 1,024 threads", lambda v: 0 <= v <= 1024)
+_SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
+_TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
+
+
+@dataclass(repr=False)
+class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
+    """Options of a GRPO run: those of TRL 1.16's `GRPOConfig` and of `transformers.TrainingArguments`.
+
+    Differences from TRL: `bf16=None` means True only where the device is a GPU that has bfloat16;
+    `report_to=None` means no reporting; values are checked here rather than in the trainer; an option that
+    cannot be honoured is refused by name.
+
+    Raises:
+        ValueError: an option is refused, out of its range, or the batch does not hold whole groups.
+    """
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012  (TrainingArguments keeps its own as a plain list too)
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "vllm_engine_kwargs",
+        "trtllm_engine_kwargs",
+    ]
+
+    # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
+
+    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
+    logging_steps: Annotated[float, INTERVAL] = 10
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Read
+    only for models that are not supported natively (see `engine`); the others follow `activation_policy`."""
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Read where
+    `gradient_checkpointing` is."""
+    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
+    """Keep the parameters in bfloat16, with float32 master weights in the optimizer. None: True on a GPU that
+    has bfloat16, else False."""
+    remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
+    """Keep only the dataset's column `prompt`, so that reward functions see no other."""
+    resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
+    """The checkpoint that `colocate train` continues from. True: the newest one in `output_dir`. "auto": the
+    newest one that is not corrupt; if there is none at all, the run begins at step 0."""
+
+    # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
+
+    model_init_kwargs: dict[str, Any] | None = None
+    """Arguments of `from_pretrained` when the model is given by name."""
+    trust_remote_code: bool = False
+    """Allow the Python code that a model or tokenizer on the Hub brings to run."""
+    disable_dropout: bool = False
+    """Set every dropout probability of the model to 0."""
+
+    # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
+
+    num_generations: int = 8
+    """Completions per prompt (G): at least 2, and a divisor of `generation_batch_size`."""
+    num_generations_eval: Annotated[int | None, AT_LEAST_ONE] = None
+    """Completions per prompt in evaluation. None: `num_generations`."""
+    generation_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """Completions per rollout, over all ranks. None: per_device_train_batch_size × ranks ×
+    steps_per_generation."""
+    steps_per_generation: Annotated[int | None, AT_LEAST_ONE] = None
+    """Micro-steps that one rollout is trained in. None: gradient_accumulation_steps, so that a rollout feeds
+    one optimizer step."""
+    num_iterations: Annotated[int, FEW] = 1
+    """How many times each rollout is trained on (μ)."""
+    max_prompt_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
+    """Cut a longer prompt to this many last tokens. None: no prompt is cut. (TRL has dropped the option.)"""
+    max_completion_length: Annotated[int, AT_LEAST_ONE, IN_COMPLETIONS] = 512
+    """The most tokens that one completion may have."""
+    shuffle_dataset: bool = True
+    """Visit the prompts in random order (seeded by `data_seed`, or by `seed` where that is not set)."""
+    dataset_weights: dict[str, Any] | None = None
+    """Shares of the prompts by the value of the dataset's column `dataset`, such as {gsm8k: 0.7, math: 0.3};
+    they sum to 1. None: every row is visited equally often. A run file's `datasets` set it."""
+    apply_chat_template: Annotated[bool | None, IN_COMPLETIONS] = None
+    """Make a user's message of each prompt that is a string, so that the chat template is applied. None: as
+    False, with a warning if the tokenizer has a chat template."""
+    max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
+    """The most tokens in one packed micro-batch. It changes memory and speed, never the gradient. None: the
+    planner chooses; on a CPU, and for models that are not supported natively (see `engine`), it is
+    per_device_train_batch_size × the longest sequence of the step, as much as TRL's padded micro-batch
+    holds."""
+    activation_policy: Annotated[str, OneOf(("auto", *ACTIVATION_POLICIES))] = "auto"
+    """Which activations the layers keep for the backward pass: "keep" (all), "selective" (all but the MLP's
+    gate and up), "full" (each layer's input) or "offload" (each layer's input, in host memory). Each needs
+    less memory and more work than the one before it; "auto" lets the planner choose. Read only for models
+    that are supported natively (see `engine`); the others follow `gradient_checkpointing`."""
+    share_prompts: bool = True
+    """In training, compute a group's prompt once for all of its completions in a micro-batch. False: once for
+    each completion, as TRL does."""
+    logprob_chunk_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """How many tokens' logits exist at one time, as float32 of [tokens, vocabulary]. None: the planner
+    chooses; where there is no plan, 1,024."""
+    offload_optimizer: bool | None = None
+    """Move the optimizer's master weights and moments to pinned host memory while completions are generated.
+    With Adam that leaves the KV cache 12 more bytes per parameter trained in bf16. The copy back runs while
+    rewards are computed and during forward and backward. None: only where the KV cache would be too small
+    otherwise."""
+    offload_scorers: bool = False
+    """Keep the weights of reward models, and of the reference in full fine-tuning, in pinned host memory
+    except while rollouts are scored: neither the KV cache nor training shares the device with them then."""
+    shard: Annotated[int | str, OneOf(SHARD_CHOICES)] = "auto"
+    """How several processes split the training state. "none": each has all of it. 1: masters, moments and
+    reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
+    machine share one copy of the weights, too, and decode together. "auto": 1, as far as the optimizer steps
+    on each value by itself."""
+    decode_shard: Annotated[int | None, AT_LEAST_ONE] = None
+    """With shard=2, 4 or 8: how many of the processes that share the weights decode together, a divisor of
+    shard. Fewer than shard gather weights for each rollout: they need memory for them and spend less time in
+    sums, and 1 can play episodes of several turns. None: as many as shard."""
+    max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
+    """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
+    """What generates the completions. "native": decodes with the trainer's own parameters (supported
+    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "rollout_server": a
+    server on other GPUs or machines, of the native engine or of vLLM (`colocate rollout-serve`); also written
+    "vllm_server". "trtllm": TensorRT-LLM on the ranks' GPUs, with
+    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the
+    server with use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm"
+    if not and use_vllm=True, and "transformers" in all other cases."""
+    max_num_seqs: Annotated[int | None, FEW] = None
+    """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
+    engine="vllm" that engine's own default. With engine="rollout_server" it is the number of requests, for a
+    prompt or a turn, that are with the server at a time (None: 512); the server's own `--max-num-seqs` says
+    how many sequences that decodes."""
+    page_size: Annotated[int | None, AT_LEAST_ONE] = None
+    """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
+    kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    """How many tokens the KV cache holds. None: as many as a rollout can use, if memory allows."""
+    rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS), IN_COMPLETIONS] = "bf16"
+    """In how many bits the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
+    values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
+    multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
+    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
+    temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
+    """What the logits are divided by, both when completions are sampled and when they are trained on."""
+    top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
+    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
+    all."""
+    top_k: Annotated[int | None, _TOP_K, IN_COMPLETIONS] = 0
+    """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
+    min_p: Annotated[float | None, FRACTION, IN_COMPLETIONS] = None
+    """Never sample a token that is less likely than this times the most likely one."""
+    repetition_penalty: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
+    """Above 1, makes tokens that are already in the prompt or completion less likely."""
+    generation_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
+    """Arguments of generation. temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens set
+    the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
+    end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
+    such as num_beams, makes engine="auto" choose "transformers"."""
+    chat_template_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
+    """Arguments of the tokenizer's `apply_chat_template` for conversational prompts. With
+    continue_final_message: true, completions continue the last message of prompts that end with one of the
+    assistant."""
+    vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
+    """The most tokens that prompt and completion may have together. None: the model's own limit."""
+
+    # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
+
+    vllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
+    """How many consecutive processes run one vLLM together; must divide the number of processes. 1: each
+    process has a vLLM of its own."""
+    vllm_gpu_memory_utilization: Annotated[float | None, SHARE] = None
+    """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when vLLM starts, less
+    the optimizer's moments; if `vllm_max_model_length` is set, the KV cache is no larger than a rollout can
+    fill. (TRL: 0.3)"""
+    vllm_enable_sleep_mode: bool | None = None
+    """Let vLLM hand its memory to training and get it back in every step. None: True. (TRL: False)"""
+    vllm_model_impl: Annotated[str, OneOf(("auto", "vllm", "transformers"))] = "vllm"
+    """Which implementation of the model vLLM runs: "vllm" (its own), "transformers" or "auto"."""
+    vllm_weights: Annotated[str, OneOf(("auto", "shared", "buckets"))] = "auto"
+    """Which weights vLLM reads. "shared": the trainer's own parameters. "buckets": a copy with adapters
+    merged, renewed before each rollout. "auto": "shared" where possible (full fine-tuning of Llama, Mistral
+    and Qwen models with one GPU per vLLM), else "buckets"."""
+    vllm_engine_kwargs: dict[str, Any] | None = None
+    """Further arguments of `vllm.LLM`."""
+
+    # ── Rollout by servers (engine="rollout_server") ───────────────────────────────────────────────────────
+
+    rollout_server_base_url: str | None = None
+    """The server's address, such as "http://node7:8000", or those of several, separated by commas. None:
+    `rollout_server_host` and `rollout_server_port`."""
+    rollout_server_host: str = "0.0.0.0"
+    """The server's host, if no address is given; 0.0.0.0: this machine."""
+    rollout_server_port: Annotated[int, PORT] = 8000
+    """The server's port, if no address is given."""
+    rollout_server_timeout: Annotated[float, _TIMEOUT] = 240.0
+    """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
+    until it goes on after somebody has paused it."""
+    vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
+    """What to do when the server dies or hangs, or the last of several. "error": stop the run. "wait": wait
+    until one is back, and generate again what was lost."""
+    vllm_group_host: str | None = None
+    """The address at which the server's workers reach this process for NCCL. None: the address that this
+    machine has towards the server."""
+    vllm_group_port: Annotated[int, PORT] = 51216
+
+    # ── Rollout by TensorRT-LLM (engine="trtllm") ────────────────────────────────────────────────────────
+
+    trtllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
+    """How many consecutive ranks have one TensorRT-LLM together; must divide the number of ranks."""
+    trtllm_engine_kwargs: dict[str, Any] | None = None
+    """Further arguments of `tensorrt_llm.AsyncLLM`."""
+    trtllm_python: str | None = None
+    """The interpreter of an environment that has TensorRT-LLM, colocate and Ray, on every node. None: the
+    ranks' own."""
+
+    # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    sync_ref_model: bool = False
+    """Move the reference model towards the policy every `ref_model_sync_steps` steps (TR-DPO,
+    arXiv:2404.09656)."""
+    ref_model_mixup_alpha: Annotated[float, FRACTION] = 0.6
+    """α in: reference ← α policy + (1 − α) reference."""
+    ref_model_sync_steps: Annotated[int, AT_LEAST_ONE] = 512
+    """Optimizer steps between two moves of the reference model."""
+    mask_truncated_completions: Annotated[bool, IN_COMPLETIONS] = False
+    """Leave completions that reached `max_completion_length` out of the loss."""
+    top_entropy_quantile: Annotated[float, FRACTION] = 1.0
+    """The policy loss keeps this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
+    entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The smallest `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
+    """The largest `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_coef_delta: Annotated[float, NOT_NEGATIVE] = 0.005
+    """How far one optimizer step moves `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_target: Annotated[float, NOT_NEGATIVE] = 0.2
+    """Mean entropy per token, in nats, at or below which the bonus acts with use_adaptive_entropy=True."""
+    router_aux_loss_coef: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight of a mixture of experts' load-balancing loss. None: the model's own weight. 0: no such loss."""
+
+    # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
+
+    reward_weights: Annotated[list[float] | None, IN_COMPLETIONS] = None
+    """One weight per reward function, in the order of `reward_funcs`. None: every weight is 1."""
+    reward_timeout_s: Annotated[float | None, _SECONDS] = 1800.0
+    """Seconds that each reward function may take for the completions of a rollout. A function that takes
+    longer ends the run with an error that names it; where the trainer is not in the main thread, it ends the
+    process. None: no limit."""
+
+    # ── Dynamic sampling ─────────────────────────────────────────────────────────────────────────────────
+
+    max_refill_rounds: Annotated[int, NOT_NEGATIVE] = 0
+    """How many more rollouts may replace groups whose members all have one reward, until the batch is full
+    (dynamic sampling, DAPO). The first rollout of a step asks for more prompts, too, by the share of such
+    groups in the steps before; all together for at most so many more batches of prompts. What is missing then
+    stays as it is. 0: all groups are trained on."""
+    refill_reward: str | None = None
+    """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
+    weighted sum of all."""
+
+    # ── Carry-over ───────────────────────────────────────────────────────────────────────────────────────
+
+    max_policy_lag: Annotated[int, NOT_NEGATIVE] = 0
+    """How many generation batches are begun ahead, so that the device stays full until the longest completion
+    ends. Their tokens may then be drawn by weights that are that many rollouts old. 0: none, all tokens are
+    drawn by the weights that are trained."""
+    mask_stale_tokens: Annotated[bool, IN_COMPLETIONS] = False
+    """With max_policy_lag: leave tokens that older weights have drawn out of the loss."""
+
+    # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
+
+    max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE, IN_COMPLETIONS] = None
+    """Turns at most after which the tools that a model calls are run; what it calls in the next one is not.
+    None: no limit but `max_completion_length`, which bounds all tokens after a prompt."""
+    tool_timeout_s: Annotated[float | None, _SECONDS] = None
+    """Seconds that a call of a tool may take; the model then reads an error instead of a result. An
+    environment's `reset` and its construction may take as long. None: no limit. The trainer must be in the
+    main thread, unless there are `tool_workers`."""
+    tool_workers: Annotated[int, _THREADS] = 0
+    """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
+    other, while the device generates."""
+    agent_timeout_s: Annotated[float | None, _SECONDS] = None
+    """Seconds that the trainer's `agent` may take for an episode, which then ends with the calls that were
+    made. None: no limit."""
+    agent_port: Annotated[int | None, PORT] = None
+    """Port of 127.0.0.1 at which the trainer's `agent` asks the policy; the ranks of a run have this one and
+    the next ones, in their order. None: any that is free."""
+
+    # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
+
+    log_completions: bool = False
+    """Print and save prompts, completions and rewards every `logging_steps` steps."""
+    num_completions_to_print: Annotated[int | None, NOT_NEGATIVE] = None
+    """How many completions to print with log_completions=True. None: all."""
+    log_unique_prompts: bool = False
+    """Print and save only one completion of each prompt with log_completions=True."""
+
+    # ── Configurations of DeepSpeed and FSDP, whose meaning `shard` and `offload_optimizer` take over ────
+
+    deepspeed: dict[str, Any] | str | None = None
+    """A DeepSpeed configuration, as a mapping or a JSON file. It is read as `shard` (stage 0: "none"; 1 and
+    2: 1; 3: "auto") and `offload_optimizer`; DeepSpeed itself is not used."""
+    fsdp: bool | list[str] | str | None = None  # type: ignore[assignment]  # True is documented
+    """True, or the strategies of FSDP's older form ("full_shard auto_wrap"). Read as `shard` ("auto", or 1
+    where the weights are not to be split); FSDP itself is not used."""
+    fsdp_config: dict[str, Any] | str | None = None
+    """What goes with `fsdp`, as a mapping or a JSON file; `reshard_after_forward` decides about `shard`."""
+
+    # ── Accepted so that existing scripts run, or refused: `honoured.py` says which and why ──────────────
+
+    accelerator_config: AcceleratorConfig | dict[str, Any] | str | None = None  # type: ignore[assignment]
+    cast_lm_head_to_fp32: bool = False
+    use_vllm: bool = False
+    vllm_mode: Annotated[str, OneOf(("colocate", "server"))] = "colocate"
+    vllm_structured_outputs_regex: str | None = None
+    ds3_gather_for_generation: bool = True
+    pad_to_multiple_of: int | Literal["auto"] | None = "auto"
+    cache_implementation: str | None = None
+    log_multimodal: bool = True
+    log_completions_hub_repo: str | None = None
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: dict | str | None = None
+    use_transformers_paged: bool = False
+    # TRL's names, which read what the ones here do, and those older than TRL 1.16: `options/names.py`
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: Annotated[int, PORT] = 8000
+    vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
+    vllm_importance_sampling_cap: float | None = None
+    vllm_max_model_len: int | None = None
+    vllm_guided_decoding_regex: str | None = None
+    vllm_device: str | None = None
+    vllm_dtype: str | None = None
+    vllm_enable_prefix_caching: bool | None = None
+    use_liger_loss: bool | None = None
+    wandb_log_unique_prompts: bool | None = None
+    warmup_ratio: Annotated[float | None, BELOW_ONE] = None
+
+    def __post_init__(self) -> None:
+        check_complete(vars(self))
+        defaults = {field.name: default_of(field) for field in fields(self)}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        self._read_values()
+        self.engine = OLDER_NAMES.get(self.engine, self.engine)
+        notices = translate(self, os.environ) + resolve(self, defaults)
+        if self.model_init_kwargs:
+            self.model_init_kwargs = with_present_names(self.model_init_kwargs)
+        if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
+            self.engine = "rollout_server"
+        notices += check_support(self) + resolve_correction(self)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        self._check_choices()
+        check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
+        self.pad_to_multiple_of = None
+        self.dataloader_prefetch_factor = None  # transformers refuses it without workers
+        if self.report_to is None:
+            self.report_to = "none"
+        if self.bf16 is None:
+            self.bf16 = not self.use_cpu and is_torch_bf16_gpu_available()
+        # transformers 5.2x warns about the older name even when it is only our default.
+        if getattr(self, "activation_checkpointing", False) is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing_kwargs = (
+                self.activation_checkpointing_kwargs or self.gradient_checkpointing_kwargs
+            )
+
+        is_metric_given = self.metric_for_best_model is not None
+        # transformers connects the ranks: whoever is missing is named before.
+        meet(self.ddp_timeout, use_cpu=self.use_cpu, backend=self.ddp_backend)
+        if meeting() is not None:
+            begin_watch(self.ddp_timeout)
+        TrainingArguments.__post_init__(self)
+        self._launch_dir = os.getcwd()
+
+        if self.n_gpu > 1:
+            notices.append(
+                f"{self.n_gpu} GPUs are visible but one process uses one; to use them all, start with "
+                f"`accelerate launch --num_processes {self.n_gpu}`."
+            )
+            self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
+        self._resolve_generation_kwargs()
+        notices += self._check_best(is_metric_given)
+        self.validate()
+        told: frozenset[str] = getattr(self, "_told", frozenset())
+        notices = [line for line in (*notices, *self.unusual_pairs()) if line not in told]
+        if self.process_index == 0:
+            for notice in notices:
+                logger.warning(notice)
+        self._told = told.union(notices)
+        self._given = given
+        self._late: dict[str, Any] = {}  # what is set from now on
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_new = name not in vars(self) and not hasattr(type(self), name)
+        super().__setattr__(name, value)
+        if name.startswith("_") or not hasattr(self, "_late"):
+            return
+        if name in self.__dataclass_fields__:
+            self._late[name] = value
+        if name in TWINS:  # scripts read by either name
+            super().__setattr__(TWINS[name], value)
+        if is_new and (meant := nearest(name, self.__dataclass_fields__)):
+            logger.warning(f"{name} is not an option, and nothing will read it{meant}")
+
+    def _check_best(self, is_metric_given: bool) -> list[str]:
+        """Check the options that keep the best checkpoint, beyond transformers' checks; returns notices.
+
+        Raises:
+            ValueError: nothing is evaluated, or no metric says which checkpoint is the best.
+        """
+        asked = [
+            name
+            for name, is_set in (
+                ("save_strategy='best'", self.save_strategy == SaveStrategy.BEST),
+                ("load_best_model_at_end=True", self.load_best_model_at_end),
+            )
+            if is_set
+        ]
+        if asked and self.eval_strategy == "no":
+            raise ValueError(
+                f"{' and '.join(asked)}: which checkpoint is the best shows in evaluations, but "
+                "eval_strategy='no'. Set eval_strategy='steps' with eval_steps, and pass an eval_dataset."
+            )
+        if asked and self.metric_for_best_model is None:
+            raise ValueError(
+                "save_strategy='best' needs a metric to compare: set metric_for_best_model='eval_reward'."
+            )
+        if self.load_best_model_at_end and not is_metric_given:
+            return [
+                "load_best_model_at_end=True compares eval_loss, as in transformers. GRPO's loss says little "
+                "about how good a policy is: set metric_for_best_model='eval_reward'."
+            ]
+        if self.greater_is_better is not None and self.metric_for_best_model is None:
+            return [f"greater_is_better={self.greater_is_better} needs metric_for_best_model to be set."]
+        return []
+
+    def _read_values(self) -> None:
+        """Turn every value into its option's type and check its range, so that `learning_rate="1e-5"` means
+        the same in Python as on the command line."""
+        hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
+        ranges = RANGES | ranges_of(GRPOConfig)
+        for field in fields(self):
+            name, value, default = field.name, getattr(self, field.name), default_of(field)
+            if type(value) is not type(default) or value != default:
+                value = coerce(name, value, hints[name], may_be_infinite=name in MAY_BE_INFINITE)
+                setattr(self, name, value)
+            if name in ranges:
+                check_range(name, value, ranges[name])
+
+    def _resolve_generation_kwargs(self) -> None:
+        hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
+        for name, value in read_generation_kwargs(self.generation_kwargs, self.engine).items():
+            setattr(self, name, coerce(name, value, hints[name]))
+
+    def _check_choices(self) -> None:
+        for name, choices in (CHOICES | choices_of(GRPOConfig)).items():
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), choices)
+
+    def take_late(self) -> None:
+        """Become the configuration that would have been made with what a script has set afterwards, too.
+
+        Options are translated, derived from one another and checked when a configuration is made.
+
+        Raises:
+            ValueError: with an option, its value and what to set.
+        """
+        if not self._late:
+            return
+        at_once = object.__new__(type(self))
+        at_once._told = self._told
+        at_once.__init__(**override(self._given, self._late))  # type: ignore[misc]
+        vars(self).update(vars(at_once) | {"_launch_dir": self._launch_dir})
+
+    def validate(self) -> None:
+        """Derive the batch sizes, and check values and combinations.
+
+        Raises:
+            ValueError: with the option, its value and what to set.
+        """
+        self._check_choices()
+        derive_batch_sizes(self)
+        for name, requirement in (RANGES | ranges_of(GRPOConfig)).items():
+            check_range(name, getattr(self, name), requirement)
+        if self.num_train_epochs <= 0 and self.max_steps <= 0:
+            raise ValueError(
+                f"num_train_epochs={self.num_train_epochs} must be greater than 0 without max_steps."
+            )
+        if not str(self.output_dir).strip():
+            raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory for the run.")
+        check_report_to(self.report_to or ())
+        check_template_arguments(self.chat_template_kwargs)
+        if self.offload_scorers and self.sync_ref_model:
+            raise ValueError(
+                "offload_scorers=True keeps the reference model on the host, and sync_ref_model=True moves "
+                "it towards the policy and saves it. Set one of them to False."
+            )
+        if self.sync_ref_model and self.beta == 0.0:
+            raise ValueError(
+                "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
+                "sync_ref_model=False."
+            )
+        self.check_objective()
+
+    @property
+    def run_dir(self) -> Path:
+        """`output_dir` as an absolute path: a reward function that calls `os.chdir` moves no checkpoint."""
+        assert self.output_dir is not None, "TrainingArguments fills in a name where none is given"
+        return Path(self._launch_dir, self.output_dir)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain values without secrets, for trackers to write down."""
+        # transformers puts a placeholder also where there is no token.
+        return {
+            name: None if getattr(self, name) is None else redacted(value, name)
+            for name, value in super().to_dict().items()
+        }
+
+    def without_secrets(self) -> GRPOConfig:
+        """A copy of the configuration without secrets, to be written to a file."""
+        shared = copy.copy(self)
+        for name, value in vars(self).items():
+            if name in ("_given", "_late"):
+                value = {option: redacted(one, option) for option, one in value.items()}
+            vars(shared)[name] = redacted(value, name)
+        return shared
+
+    def __repr__(self) -> str:
+        options = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{options})"
+
+    __str__ = __repr__
+
+    def options_of(self, record: type[_Record]) -> _Record:
+        """The options that one part of the run reads, with the values that they have now.
+
+        Args:
+            record: the base class of `GRPOConfig` that declares them, such as `ObjectiveParams`.
+        """
+        return record(**{field.name: getattr(self, field.name) for field in fields(record)})

@@ -1,0 +1,349 @@
+"""What colocate does with each option: honours it, has no use for it, or refuses it.
+
+`GRPOConfig` inherits some two hundred options from TRL and transformers. An option that is accepted and then
+ignored costs its user days, so every one of them is in exactly one row here:
+
+- honoured: does what TRL's or transformers' documentation says. These are the options that a class of
+  colocate declares and that are in no other row, and the options in `HONOURED_OF_TRANSFORMERS`;
+- ALIASES (`options/names.py`): an older name, or one of TRL's, moved to the one here;
+- UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
+- REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
+
+Some options in UNNECESSARY and REFUSED have nothing to act on in an engine that shares the trainer's weights
+and memory, but vLLM does what they ask for (`HONOURED_BY`).
+
+An option in no row comes from a newer transformers and is refused unless it has its default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from colocate.config.rollout_precision import check_precision
+from colocate.options.names import ALIASES, OF_TRL
+from colocate.options.requirements import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    INTERVAL,
+    NOT_NEGATIVE,
+    UPPER_BOUNDS,
+    Requirement,
+    check_choice,
+)
+from colocate.options.values import shown
+from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+HONOURED_OF_TRANSFORMERS: frozenset[str] = _names(
+    """
+    output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+    num_train_epochs max_steps seed data_seed full_determinism
+
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules weight_decay
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm tf32 activation_checkpointing
+    activation_checkpointing_kwargs use_cpu ddp_backend ddp_timeout
+
+    logging_strategy logging_first_step log_level log_level_replica disable_tqdm report_to run_name project
+    trackio_space_id trackio_bucket_id trackio_static_space_id
+
+    eval_strategy eval_steps eval_delay eval_on_start
+
+    save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
+    greater_is_better restore_callback_states_from_checkpoint
+    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
+    """
+)
+"""Options of `TrainingArguments` that are honoured as its documentation says."""
+
+_SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
+_ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
+_ONLY_SERVER = "only a rollout server needs it; set engine='rollout_server' to generate with one"
+_ONLY_TRTLLM = "only TensorRT-LLM reads it; set engine='trtllm' to generate with it"
+_NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
+_OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
+_NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
+_NATIVE_BATCHING = "the native engine batches continuously and keeps its KV cache in pages already"
+_OWN_KERNELS = (
+    "norms, rotary embeddings, gates and log-probabilities have fused kernels here; no layer is patched"
+)
+_NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
+
+UNNECESSARY: dict[str, str] = {
+    "use_vllm": "the native engine generates on the trainer's GPU already. vLLM is started only for a model "
+    "that is not supported natively (Llama, Mistral, Qwen2, Qwen3 and Phi-3 are), or with engine='vllm'",
+    "vllm_gpu_memory_utilization": _SHARED,
+    "vllm_enable_sleep_mode": "the KV cache always gives back before training what training needs",
+    "vllm_engine_kwargs": _ONLY_VLLM,
+    "vllm_weights": _ONLY_VLLM,
+    "vllm_model_impl": "the native engine runs the trainer's own parameters",
+    "vllm_device": _SHARED,
+    "vllm_dtype": _SHARED,
+    "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
+    "rollout_server_base_url": _ONLY_SERVER,
+    "rollout_server_host": _ONLY_SERVER,
+    "rollout_server_port": _ONLY_SERVER,
+    "rollout_server_timeout": _ONLY_SERVER,
+    "vllm_on_server_loss": _ONLY_SERVER,
+    "vllm_group_host": _ONLY_SERVER,
+    "vllm_group_port": _ONLY_SERVER,
+    "trtllm_tensor_parallel_size": _ONLY_TRTLLM,
+    "trtllm_engine_kwargs": _ONLY_TRTLLM,
+    "trtllm_python": _ONLY_TRTLLM,
+    "ds3_gather_for_generation": "only read under DeepSpeed ZeRO-3",
+    "pad_to_multiple_of": "sequences are packed, never padded",
+    "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
+    "log_multimodal": "completions are text",
+    "cache_implementation": "the engines keep a KV cache of their own, and none changes a result",
+    "use_transformers_continuous_batching": _NATIVE_BATCHING,
+    "transformers_continuous_batching_config": _NATIVE_BATCHING,
+    "use_transformers_paged": _NATIVE_BATCHING,
+    "use_liger_kernel": _OWN_KERNELS,
+    "liger_kernel_config": _OWN_KERNELS,
+    "cast_lm_head_to_fp32": "training sums and keeps logits in float32 already, whatever the head's type; "
+    "the head's weights keep theirs, and bf16 ones have float32 masters in the optimizer",
+    "accelerator_config": "prompts are drawn without accelerate's data loaders (split_batches and num_steps, "
+    "which would change batches, are refused)",
+    "average_tokens_across_devices": "losses are always normalised by the tokens of all ranks",
+    "bf16_full_eval": _OWN_PRECISION,
+    "fp16_full_eval": _OWN_PRECISION,
+    "use_cache": "the trainer's forward keeps no KV cache, the engine always does",
+    "torch_empty_cache_steps": "memory is handed over between rollout and training in every step",
+    "log_on_each_node": "metrics are reduced over all ranks and logged once",
+    "logging_nan_inf_filter": "a step that is not finite is skipped and counted (see max_skipped_steps)",
+    "include_num_input_tokens_seen": "num_tokens is always logged",
+    "skip_memory_metrics": "memory is always reported",
+    "prediction_loss_only": _NO_LOGITS,
+    "eval_do_concat_batches": _NO_LOGITS,
+    "eval_use_gather_object": _NO_LOGITS,
+    "eval_accumulation_steps": _NO_LOGITS,
+    "include_for_metrics": _NO_LOGITS,
+    "batch_eval_metrics": _NO_LOGITS,
+    "label_names": _NO_LOGITS,
+    "hub_always_push": "every upload is finished before the next starts, so none is skipped",
+    "dataloader_drop_last": "an incomplete last batch is always dropped, as in TRL",
+    "dataloader_num_workers": _NO_WORKERS,
+    "dataloader_pin_memory": _NO_WORKERS,
+    "dataloader_persistent_workers": _NO_WORKERS,
+    "dataloader_prefetch_factor": _NO_WORKERS,
+    "dataloader_multiprocessing_context": _NO_WORKERS,
+    "dataloader_in_order": _NO_WORKERS,
+    "length_column_name": "micro-batches are packed by the lengths of the completions themselves",
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "do_train": "the script that calls `train()` decides",
+    "do_eval": "eval_strategy decides",
+    "do_predict": "nothing is predicted beyond evaluation",
+    "local_rank": "read from the environment that the launcher sets",
+}
+
+UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
+    ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    "it is read only for models that are not supported natively; for Llama, Mistral, Qwen2, Qwen3 and Phi-3 "
+    "the planner chooses what is recomputed (`activation_policy`)",
+)
+"""Options that are on by default and that a natively supported model does not read. Their value does not show
+whether the user has set them: only the run file or the command line does."""
+
+REFUSED: dict[str, str] = {
+    "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set "
+    "engine='rollout_server', or vllm_mode='colocate'",
+    "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
+    "use 1: each device generates its own share of the completions, or set engine='vllm'",
+    "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
+    "the format in a reward function instead",
+    "log_completions_hub_repo": "completions are written to output_dir; upload that directory instead",
+    "fp16": "float16 needs loss scaling, which rare large gradients upset; set bf16=True",
+    "auto_find_batch_size": "a generation batch must hold whole groups, so it cannot shrink when memory runs "
+    "out; lower max_tokens_per_microbatch, which changes no result",
+    "label_smoothing_factor": "GRPO has no labels; remove it",
+    "neftune_noise_alpha": "noise on the embeddings would make trainer and engine disagree; remove it",
+    "train_sampling_strategy": "use shuffle_dataset=False for the data's own order; packing balances lengths",
+    "torch_compile": "not supported yet; remove it",
+    "torch_compile_backend": "torch_compile is not supported yet; remove it",
+    "torch_compile_mode": "torch_compile is not supported yet; remove it",
+    "parallelism_config": "the weights are split over GPUs in one way; set shard, or let it choose",
+    "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
+    "save_on_each_node": "a checkpoint is one directory for all nodes; put output_dir on shared storage",
+    "ignore_data_skip": "a resumed run continues its data where it stopped; start a new run instead",
+    "enable_jit_checkpoint": "not supported yet; set save_steps to what you can afford to lose",
+}
+
+HONOURED_BY: dict[str, frozenset[str]] = {
+    "vllm": _names(
+        """
+        use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_model_impl
+        vllm_engine_kwargs vllm_weights
+        """
+    ),
+    "rollout_server": _names(
+        """
+        use_vllm vllm_mode rollout_server_base_url rollout_server_host rollout_server_port
+        rollout_server_timeout vllm_on_server_loss vllm_group_host vllm_group_port
+        """
+    ),
+    "trtllm": _names("trtllm_tensor_parallel_size trtllm_engine_kwargs trtllm_python"),
+}
+"""The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
+
+_BEHIND_SERVE = "{0} on the server's own command line (`colocate rollout-serve`; {0})"
+
+REPLACED_BY: dict[str, dict[str, str]] = {
+    "vllm": {
+        "page_size": "vllm_engine_kwargs={'block_size': ...}",
+        "kv_cache_tokens": "vllm_gpu_memory_utilization, or "
+        "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
+    },
+    "rollout_server": {
+        "page_size": _BEHIND_SERVE.format("vLLM: -- --block-size"),
+        "kv_cache_tokens": _BEHIND_SERVE.format(
+            "native: --kv_cache_tokens, vLLM: -- --kv-cache-memory-bytes"
+        ),
+    },
+    "trtllm": {
+        "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",
+        "vllm_gpu_memory_utilization": "trtllm_engine_kwargs={'kv_cache_config': "
+        "{'free_gpu_memory_fraction': ...}}",
+        "vllm_engine_kwargs": "trtllm_engine_kwargs",
+    },
+}
+"""By an engine's name, options that it does not read, and what to set with it instead."""
+
+_LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "optim": OPTIMIZERS,
+    "lr_scheduler_type": (
+        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+        *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+    ),
+    "ddp_backend": ("nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl"),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "log_level": _LOG_LEVELS,
+    "log_level_replica": _LOG_LEVELS,
+    "save_strategy": ("no", "steps", "epoch", "best"),
+    "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
+}
+"""The values that are honoured of an option of transformers', where other values of its type are not."""
+
+
+RANGES: dict[str, Requirement] = {
+    **dict.fromkeys(
+        _names(
+            """
+            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps ddp_timeout
+            """
+        ),
+        AT_LEAST_ONE,
+    ),
+    **dict.fromkeys(_names("adam_beta1 adam_beta2"), BELOW_ONE),
+    **dict.fromkeys(_names("eval_steps save_steps"), INTERVAL),
+    **dict.fromkeys(_names("weight_decay eval_delay data_seed"), NOT_NEGATIVE),
+    # What is 0 in float32 divides 0 by 0 wherever a gradient is 0.
+    "adam_epsilon": Requirement(
+        "must be greater than 0, in float32, too: at least 2**-126", lambda v: v >= 2**-126
+    ),
+    "seed": Requirement("must be at least 0 and less than 2**32, for numpy's sake", lambda v: 0 <= v < 2**32),
+    "max_steps": Requirement(
+        "must be at least 1, or -1 or 0 to train for num_train_epochs", lambda v: v >= -1
+    ),
+    "warmup_steps": Requirement(
+        "must be a whole number of steps, or a share of the run below 1",
+        lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
+    ),
+}
+"""What the numbers among transformers' options must satisfy; the caller judges None. Conditions that involve
+several options are in `GRPOConfig` and `ObjectiveParams`."""
+
+MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
+"""Options that are upper bounds: infinity means "no bound". All other numbers must be finite."""
+
+
+def default_of(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def check_report_to(names: Collection[str]) -> None:
+    """Raises ValueError for a name that is no reporting integration of transformers'."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        check_choice("report_to", name, INTEGRATION_TO_CALLBACK)
+
+
+def honoured(config_class: type, *engines: str) -> frozenset[str]:
+    """The options that do what their documentation says, with whichever of these engines.
+
+    They are those that colocate's own classes declare, but for the tables' exceptions, and those that
+    `HONOURED_OF_TRANSFORMERS` lists.
+    """
+    own = [cls for cls in config_class.__mro__ if cls.__module__.startswith("colocate.")]
+    declared = {name for cls in own for name in inspect.get_annotations(cls)}
+    excepted = {*ALIASES, *UNNECESSARY, *REFUSED}
+    return (HONOURED_OF_TRANSFORMERS | (declared - excepted)).union(
+        *(HONOURED_BY.get(engine, frozenset()) for engine in engines)
+    )
+
+
+def check_support(config: Any, engine: str | None = None) -> list[str]:
+    """Refuse what is not supported; returns one line for each option that is set but unnecessary.
+
+    Must see the values as given, before `TrainingArguments` replaces them with derived ones. Where the model
+    will decide between the native engine and vLLM, the options of vLLM wait until it has.
+
+    Args:
+        engine: the engine that engine="auto" has chosen, to judge the options that had to wait for that
+            choice; None judges all other options.
+
+    Raises:
+        ValueError: an option in `REFUSED`, or unknown here, does not have its default; or one is set that
+            another option replaces with this engine (`REPLACED_BY`).
+    """
+    is_undecided = config.engine == "auto" and config.use_vllm
+    # The notice about use_vllm itself is due whatever the engine turns out to be.
+    waiting = HONOURED_BY["vllm"] - {"use_vllm"} if is_undecided else frozenset()
+    if engine is None:
+        engine = config.engine
+        optim = str(getattr(config.optim, "value", config.optim))
+        check_optimizer(optim, config.optim_args, config.optim_target_modules)
+        judged = frozenset(field.name for field in fields(config)) - waiting
+    else:
+        judged = waiting
+    defaults = {field.name: default_of(field) for field in fields(config)}
+    check_precision(config, engine)
+    for name, remedy in REPLACED_BY.get(engine, {}).items():
+        if getattr(config, name) != defaults[name]:
+            value = shown(getattr(config, name), name)
+            raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")
+    # What TRL's names are set to is judged under the names here.
+    return _notices(config, judged - honoured(type(config), engine) - OF_TRL.keys())
+
+
+def _notices(config: Any, names: Collection[str]) -> list[str]:
+    """One line for each of the options `names` that is set but unnecessary.
+
+    Raises:
+        ValueError: one of them is set and must be refused.
+    """
+    notices = []
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        default = default_of(field)
+        # What is empty, as many defaults were in older versions, asks for as little as what is None.
+        if name not in names or value == default or not (value or default):
+            continue
+        if name in UNNECESSARY:
+            notices.append(f"{name}={shown(value, name)} is not needed: {UNNECESSARY[name]}.")
+        else:
+            reason = REFUSED.get(name, f"this version of colocate does not know it; remove {name}")
+            raise ValueError(f"{name}={shown(value, name)} is not supported: {reason}.")
+    return notices

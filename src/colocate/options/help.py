@@ -1,0 +1,119 @@
+"""What `colocate train --help` says of every option."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+from colocate.options.declared import CLASSES, Option, options_of
+
+_WIDEST, _INDENT = 110, " " * 8
+_REFUSED = "Accepted so that existing scripts run"
+"""Heading of the options that are not listed: `config/honoured.py` answers for these."""
+
+_INHERITED: dict[str, dict[str, tuple[object, str]]] = {
+    "The run": {
+        "output_dir": (
+            None,
+            'Directory of the run\'s checkpoints, record and model. None: "trainer_output".',
+        ),
+        "max_steps": (-1, "Optimizer steps of the run; -1: as many as num_train_epochs come to."),
+        "num_train_epochs": (3.0, "Passes over the prompts; read only if max_steps is not set."),
+        "per_device_train_batch_size": (8, "Completions per device and micro-step."),
+        "gradient_accumulation_steps": (1, "Micro-steps whose gradients are summed for one optimizer step."),
+        "seed": (42, "Seed of sampling, of the order of prompts and of new adapters."),
+        "use_cpu": (False, "Train on the CPU even if there is a GPU."),
+    },
+    "Optimizer": {
+        "optim": (
+            "adamw_torch_fused",
+            "adamw_torch, adamw_bnb_8bit, sgd and others.",
+        ),
+        "lr_scheduler_type": ("linear", "linear, cosine, constant, constant_with_warmup and others."),
+        "warmup_steps": (
+            0,
+            "Steps in which the learning rate rises from 0; a number below 1 is a share of the run.",
+        ),
+        "weight_decay": (0.0, "Weight decay of AdamW on all weights but biases and norms."),
+        "adam_beta1": (0.9, "Decay rate of Adam's running mean of gradients."),
+        "adam_beta2": (0.999, "Decay rate of Adam's running mean of squared gradients."),
+        "max_grad_norm": (1.0, "A gradient with a larger norm is scaled down to this norm."),
+    },
+    "Checkpoints": {
+        "save_strategy": ("steps", '"steps", "epoch", "best" or "no".'),
+        "save_steps": (500, "Steps between checkpoints; a number below 1 is a share of the run."),
+        "save_total_limit": (None, "Keep at most this many checkpoints. None: all."),
+        "save_only_model": (False, "Save the model alone: the run cannot be resumed from its checkpoints."),
+        "load_best_model_at_end": (False, "At the end of the run, load the weights of the best checkpoint."),
+        "metric_for_best_model": (None, "The metric that makes a checkpoint the best, such as eval_reward."),
+        "push_to_hub": (False, "Upload the model to hub_model_id at each save."),
+        "hub_model_id": (None, "Repository on the Hub. None: the name of output_dir."),
+    },
+    "Evaluation": {
+        "eval_strategy": ("no", '"steps", "epoch" or "no".'),
+        "eval_steps": (None, "Steps between evaluations. None: logging_steps."),
+        "eval_on_start": (False, "Evaluate before the first step, too."),
+        "per_device_eval_batch_size": (8, "Completions per device and evaluation batch."),
+    },
+    "Reports": {
+        "report_to": ("none", "wandb, trackio, tensorboard and others, or a list of them."),
+        "run_name": (None, "Name of the run in these reports."),
+        "logging_strategy": ("steps", '"steps", "epoch" or "no".'),
+        "logging_first_step": (False, "Log the first step whatever logging_steps is."),
+        "disable_tqdm": (None, "Print plain lines instead of the live panel at the bottom of the terminal."),
+    },
+}
+"""Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
+
+
+def option_sections() -> dict[str, list[Option]]:
+    """All options by heading, in the order of their classes' sources; transformers' options follow
+    `RunConfig`'s.
+
+    Under a heading that several classes have, the options of a base class come first. Options that are
+    accepted and do nothing are left out.
+    """
+    sections: dict[str, list[Option]] = {}
+    for class_name in CLASSES:
+        own: dict[str, list[Option]] = {}
+        for option in options_of(class_name):
+            own.setdefault(option.heading, []).append(option)
+        for heading, options in own.items():
+            sections[heading] = options + sections.get(heading, [])
+        if class_name == "RunConfig":
+            for heading, inherited in _INHERITED.items():
+                sections[heading] = [
+                    Option(name, str(default), text, heading, "")
+                    for name, (default, text) in inherited.items()
+                ]
+    return {name: options for name, options in sections.items() if not name.startswith(_REFUSED)}
+
+
+def option_help() -> str:
+    """What `colocate train --help` prints: `option_sections` as text."""
+    lines: list[str] = []
+    for heading, options in option_sections().items():
+        lines += ["", f"{heading}:"]
+        for option in options:
+            lines += _entry(option)
+    further = (
+        "Further options: all of transformers.TrainingArguments, but for a few that are refused by name."
+    )
+    lines += ["", *textwrap.wrap(further, help_width())]
+    return "\n".join(lines).lstrip("\n")
+
+
+def help_width() -> int:
+    """Columns that help has for its lines: those of the terminal, but no more than can be read with ease."""
+    return max(40, min(_WIDEST, shutil.get_terminal_size().columns - 2))
+
+
+def _entry(option: Option) -> list[str]:
+    shown = "" if option.default == "None" else f" (default: {option.default})"
+    text = " ".join(option.text.split())
+    return [
+        f"  --{option.name}{shown}",
+        *textwrap.wrap(
+            text, help_width(), initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+        ),
+    ]

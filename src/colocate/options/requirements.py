@@ -1,0 +1,119 @@
+"""What the value of an option must satisfy, declared where the option is.
+
+    epsilon: Annotated[float, FRACTION] = 0.2
+    engine: Annotated[str, OneOf(("auto", "native"))] = "auto"
+
+The field's type is still `float` or `str` to everybody else: `typing.get_type_hints` leaves the annotation
+out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import typing
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from colocate.options.values import shown
+
+
+class Requirement(NamedTuple):
+    """A condition on a number. Whether the option may be None is for its type to say."""
+
+    words: str
+    """The words that follow the number in the message of an error."""
+    holds: Callable[[Any], bool]
+
+
+AT_LEAST_ONE = Requirement("must be at least 1 and less than 2**31", lambda v: 1 <= v < 2**31)
+FEW = Requirement("must be at least 1 and at most 2**20", lambda v: 1 <= v <= 2**20)
+LEAST_TEMPERATURE = 1e-6
+"""Logits are divided by the temperature in float32: below this, large ones could become infinite."""
+TEMPERATURE = Requirement(
+    f"must be positive and at least {LEAST_TEMPERATURE:g}: logits are divided by it",
+    lambda v: v >= LEAST_TEMPERATURE,
+)
+POSITIVE = Requirement("must be positive", lambda v: v > 0)
+NOT_NEGATIVE = Requirement("must not be negative", lambda v: v >= 0)
+FRACTION = Requirement("must lie between 0 and 1", lambda v: 0 <= v <= 1)
+SHARE = Requirement("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
+BELOW_ONE = Requirement("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
+PORT = Requirement("must be a port, 1 to 65535", lambda v: 1 <= v <= 65535)
+INTERVAL = Requirement(
+    "must be a whole number of steps, at least 1, or a share of the run between 0 and 1; for never set the "
+    "strategy to 'no'",
+    lambda v: 0 < v < 1 or (v >= 1 and v == int(v)),
+)
+
+UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
+"""The objective's options that may be infinite, which then bound nothing; its other numbers are finite."""
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """The values that an option takes, names or numbers, in the order in which an error lists them."""
+
+    names: Collection[Any]
+
+
+class Mark:
+    """What an option is said to be, besides its type; two marks are equal only if they are the same."""
+
+
+IN_COMPLETIONS = Mark()
+"""On an option with which completions are drawn, scored and weighed: those that were made before it was
+changed are not what the run would make now."""
+
+
+@functools.cache
+def ranges_of(record: type) -> dict[str, Requirement]:
+    """The requirement of each number for which a dataclass or one of its base classes declares one, by
+    name."""
+    return _declared(record, Requirement)
+
+
+@functools.cache
+def choices_of(record: type) -> dict[str, Collection[Any]]:
+    """The names that an option takes, for each option for which a dataclass or a base class declares them."""
+    return {name: choice.names for name, choice in _declared(record, OneOf).items()}
+
+
+@functools.cache
+def marked(record: type, mark: Mark) -> frozenset[str]:
+    """The options of a dataclass, inherited ones included, that have a mark."""
+    annotated = _annotated(record)
+    return frozenset(name for name, hint in annotated.items() if mark in hint.__metadata__)
+
+
+def _annotated(record: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(record, include_extras=True)
+    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
+
+
+def _declared(record: type, kind: type) -> dict[str, Any]:
+    annotated = _annotated(record)
+    return {
+        name: item for name, hint in annotated.items() for item in hint.__metadata__ if isinstance(item, kind)
+    }
+
+
+def check_range(name: str, value: Any, requirement: Requirement) -> None:
+    """Raises ValueError when `value` is a number that does not satisfy the requirement."""
+    if value is not None and not requirement.holds(value):
+        raise ValueError(f"{name}={shown(value)} {requirement.words}.")
+
+
+def check_choice(option: str, value: object, choices: Collection[Any]) -> None:
+    """Refuse a value that is not one of `choices`.
+
+    Raises:
+        ValueError: with every valid value, and the nearest one if the value looks like a slip of the pen.
+    """
+    if value in choices:
+        return
+    names = [str(choice) for choice in choices]
+    nearest = difflib.get_close_matches(str(value)[:100], names, n=1)
+    suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"{option}={shown(value)} is unknown; it is one of {', '.join(names)}.{suggestion}")

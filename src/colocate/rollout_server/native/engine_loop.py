@@ -1,0 +1,273 @@
+"""`EngineLoop`: the thread of a rollout server's engine. It draws, and it alone touches the weights.
+
+requests ──ask──▶ held while paused ▶ refused if they want other weights ▶ Driver ▶ engine
+messages, pauses, sleep ──call──▶ done between two steps
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.http.gate import Refused
+from colocate.http.key import ServerKey
+from colocate.rollout_server.native.weights import NativeWeights
+from colocate.rollout_server.wire.receiver import Receiver, answer_message, other_weights
+from colocate.serving.driver import Driver, Job
+from colocate.serving.refusal import Refusal
+from colocate.serving.stepper import Stepper, step_limit_s
+
+T = TypeVar("T")
+
+_IDLE_S = 0.5
+"""Seconds for which the thread sleeps at a time when nothing is asked."""
+
+
+class Aborted(Exception):
+    """A request was given up before its end, with what had been drawn of it."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A request that waits for the end of a pause."""
+
+    job: Job
+    weights: str | None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something that the engine's thread is to do."""
+
+    do: Callable[[], None]
+    refuse: Callable[[Exception], None]
+    """Called in its place when the thread has ended."""
+
+
+class EngineLoop:
+    """Draws for requests, and does between two steps what is asked of weights and memory.
+
+    While the engine is paused it draws nothing, and requests wait. Each is compared with the weights that are
+    there when it begins; pauses that abort end all that have begun. So a completion is of one version.
+
+    Args:
+        engine: awake.
+        key: the server's key, with which messages are signed.
+    """
+
+    def __init__(self, engine: NativeEngine, weights: NativeWeights, key: ServerKey) -> None:
+        self._engine, self._weights, self._key = engine, weights, key
+        self._receiver = Receiver(weights)
+        self._driver = Driver(engine)
+        self._stepper = Stepper(self._driver, step_limit_s(engine, weights.device))
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._refusal: Exception | None = None
+        """The error that every request gets once the thread has ended."""
+        self._held: dict[Job, _Held] = {}
+        self._draining: list[Future[None]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
+        self.is_paused = False
+
+    def start(self) -> None:
+        """Begin to draw."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; requests under way are ended."""
+        self._is_over.set()
+        self._driver.wake()
+        self._thread.join()
+
+    # ── What any thread may ask ──────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Whether the engine is of use, by what its thread has last said of itself. See `Stepper.check`."""
+        self._stepper.check()
+
+    @property
+    def num_steps(self) -> int:
+        """How often the engine has gone on with requests. It stands still if the engine hangs."""
+        return self._stepper.num_steps
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is being drawn, which makes `num_steps` grow."""
+        return self._driver.has_requests
+
+    def ask(self, job: Job, weights: str | None) -> None:
+        """Draw what a request wants with the weights of this name (None: any), now or after the pause.
+
+        `job.put` gets `Refused` if others are there then, and `Aborted` if the request was given up.
+        """
+        self._call(partial(self._begin, _Held(job, weights)), job.put)
+
+    def cancel(self, job: Job) -> None:
+        """Forget a request, whose client is gone."""
+        self._call(partial(self._forget, job), lambda refusal: None)
+
+    def message(self, text: str, signature: str) -> Future[dict[str, Any]]:
+        """Answer a trainer's message to its worker. See `answer_message`."""
+        return self.do(lambda: answer_message(self._receiver, text, signature, self._key))
+
+    def pause(self, *, drains: bool = False) -> Future[None]:
+        """Stop drawing, until `resume`.
+
+        Args:
+            drains: let what has begun come to its end before, rather than end it with what was drawn.
+
+        Returns:
+            What is done when nothing is drawn any more.
+        """
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # a pause comes, even if who asked no longer waits
+        self._call(partial(self._pause, drains, done), done.set_exception)
+        return done
+
+    def resume(self) -> Future[None]:
+        """Go on, with requests that wait."""
+        return self.do(self._resume)
+
+    def sleep(self) -> Future[None]:
+        """Pause, and give the memory of weights and KV cache back."""
+        return self.do(self._sleep)
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> Future[None]:
+        """Take memory again: for weights, whose contents are to be sent, and for the KV cache."""
+        return self.do(partial(self._wake_up, weights, kv_cache))
+
+    def do(self, action: Callable[[], T]) -> Future[T]:
+        """Call `action` in the engine's thread, between two steps."""
+        done: Future[T] = Future()
+
+        def call() -> None:
+            if not done.set_running_or_notify_cancel():  # who asked has given up; from now on nobody can
+                return
+            try:
+                done.set_result(action())
+            except BaseException as error:
+                done.set_exception(error)
+
+        def refuse(refusal: Exception) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(refusal)
+
+        self._call(call, refuse)
+        return done
+
+    def _call(self, do: Callable[[], None], refuse: Callable[[Exception], None]) -> None:
+        """Have the engine's thread do something, or refuse it if that has ended."""
+        with self._lock:
+            if self._refusal is None:
+                self._calls.put(_Call(do, refuse))
+                self._driver.wake()
+                return
+        refuse(self._refusal)
+
+    # ── The engine's thread ──────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                self._go_on()
+            self._abort()
+            refusal = Refusal(503, "The server is being shut down.", code="engine_unavailable")
+        except BaseException as error:
+            refusal = self._stepper.end(error)
+        self._refuse_all(refusal)
+
+    def _go_on(self) -> None:
+        """Do what was asked, and let the engine go on by a step."""
+        self._do_calls(_IDLE_S if self.is_paused else 0.0)
+        if self.is_paused:
+            return
+        self._stepper.step(_IDLE_S)
+        if self._draining and not self._driver.has_requests:
+            self._end_pause_of_draining()
+
+    def _do_calls(self, wait_s: float) -> None:
+        try:
+            self._stepper.note_call()
+            if wait_s > 0:
+                self._do_call(self._calls.get(timeout=wait_s))
+            while True:
+                self._do_call(self._calls.get_nowait())
+        except queue.Empty:
+            pass
+
+    def _do_call(self, call: _Call) -> None:
+        self._stepper.note_call()
+        try:
+            call.do()
+        except BaseException:  # which ends the thread
+            self._calls.put(call)  # to be refused
+            raise
+
+    def _refuse_all(self, refusal: Exception) -> None:
+        """Tell all who wait, and from now on all who ask, that nothing will be done."""
+        with self._lock:
+            self._refusal = refusal
+        for held in self._held.values():
+            held.job.put(refusal)
+        for done in self._draining:
+            done.set_exception(refusal)
+        while not self._calls.empty():
+            self._calls.get().refuse(refusal)
+
+    def _begin(self, held: _Held) -> None:
+        if self.is_paused or self._draining:
+            self._held[held.job] = held
+        elif (present := self._receiver.token) is None or held.weights not in (None, present):
+            held.job.put(Refused(409, other_weights(held.weights or "any", present)))
+        else:
+            self._driver.ask(held.job)
+
+    def _forget(self, job: Job) -> None:
+        self._held.pop(job, None)
+        self._driver.cancel(job)
+
+    def _pause(self, drains: bool, done: Future[None]) -> None:
+        if drains and not self.is_paused and self._driver.has_requests:
+            self._draining.append(done)
+            return
+        self._abort()
+        self.is_paused = True
+        self._end_pause_of_draining()
+        done.set_result(None)
+
+    def _end_pause_of_draining(self) -> None:
+        self.is_paused = True
+        waiting, self._draining = self._draining, []
+        for done in waiting:
+            done.set_result(None)
+
+    def _abort(self) -> None:
+        """End all requests that have begun, with what has been drawn of each."""
+        self._driver.fail(Aborted())
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        held, self._held = list(self._held.values()), {}
+        for each in held:
+            self._begin(each)
+
+    def _sleep(self) -> None:
+        self._abort()
+        self.is_paused = True
+        self._engine.sleep()
+        # Also for who has not said so: a request to sleep may reach a server that was started since.
+        self._receiver.note_sleep(True)
+        self._weights.drop()
+
+    def _wake_up(self, weights: bool, kv_cache: bool) -> None:
+        if weights:
+            self._weights.take()
+        if kv_cache:
+            self._engine.wake_up()

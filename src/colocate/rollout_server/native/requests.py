@@ -1,0 +1,137 @@
+"""A trainer's request for completions, as `rollout_server.completions` sends it, and its answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from colocate.http.gate import Refused
+from colocate.types import Prompt, SamplingParams
+
+_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The fields of `SamplingParams` that are numbers, and what they are if a request does not say."""
+_MOST_MEMBERS = 4096
+"""Completions of one request."""
+_MOST_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Completions of one prompt that a request asks for, and the name of the weights to draw them with."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    weights: str | None
+    """None: whatever weights are there."""
+
+
+def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
+    """What the body of a request asks for.
+
+    Every request has the same `sampling.max_tokens`, whatever its own limit is, which its prompt has: the
+    engine draws together what is to be sampled alike.
+
+    Args:
+        content: the JSON object in the body.
+        model: the name under which the server offers its model.
+        max_len: tokens that a prompt and its completion may have together.
+
+    Raises:
+        Refused: it asks for something that there is not, or says it wrongly.
+    """
+    fields = _Fields(content)
+    if (name := content.get("model", model)) != model:
+        raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
+    if not (prompt := fields.integers("prompt", 0, _MOST_TOKEN_ID)):
+        raise Refused(400, "A prompt must be a list of at least one token id; text is for `colocate serve`.")
+    count, limit = fields.integer("n", 1, most=_MOST_MEMBERS), fields.integer("max_tokens", 1)
+    if len(prompt) + limit > max_len:
+        raise Refused(
+            400,
+            f"A prompt of {len(prompt)} tokens and max_tokens={limit} make {len(prompt) + limit}, and the "
+            f"server's context is {max_len} (--max_model_len).",
+        )
+    draws = fields.integers("draws", -(2**63), 2**63 - 1) or [fields.integer("seed", 0, least=0), 0, 0]
+    if len(draws) != 3 or not 0 <= draws[2] <= 2**63 - 1 - _MOST_MEMBERS:
+        raise Refused(400, "draws must be a seed, a prompt's key, and the number of a group's member.")
+    seed, key, first = draws
+    sampling = SamplingParams(
+        max_tokens=max_len,
+        top_k=fields.integer("top_k", 0, least=0, most=2**31 - 1) if content.get("top_k") != -1 else 0,
+        stop_token_ids=tuple(fields.integers("stop_token_ids", 0, _MOST_TOKEN_ID)),
+        seed=seed,
+        **{name: fields.number(name, default) for name, default in _NUMBERS.items()},
+    )
+    weights = content.get("cache_salt")
+    if not (weights is None or isinstance(weights, str)):
+        raise Refused(400, "cache_salt must be the name of weights.")
+    limits = (limit,) * count
+    return Asked(Prompt(tuple(prompt), key, range(first, first + count), limits), sampling, weights)
+
+
+@dataclass
+class Choice:
+    """One completion of a request, as it comes."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "abort"
+    """Why it has ended, in vLLM's words: "abort" if it did not come to its end."""
+    num_cached_tokens: int | None = None
+    """See `Completion.num_cached_tokens`."""
+
+    def content(self) -> dict[str, Any]:
+        """The completion in an answer, in the shape that vLLM gives it."""
+        return {
+            "index": self.index,
+            "text": "",
+            "finish_reason": self.finish_reason,
+            "token_ids": self.token_ids,
+            "logprobs": {"token_logprobs": self.logprobs},
+        }
+
+
+def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+    """How many tokens were read, found in the cache and drawn for a request, under OpenAI's names."""
+    num_prompt, num_drawn = len(asked.prompt.token_ids), sum(len(choice.token_ids) for choice in choices)
+    num_cached = max((choice.num_cached_tokens or 0 for choice in choices), default=0)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_drawn,
+        "total_tokens": num_prompt + num_drawn,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+class _Fields:
+    """Reads a request's fields.
+
+    Raises:
+        Refused: a field is of another type than it should be, or out of its range.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def integer(self, name: str, default: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
+        value = self._content.get(name, default)
+        if type(value) is not int or not least <= value <= most:
+            raise Refused(400, f"{name} must be a whole number from {least} to {most}, not {value!r:.50}.")
+        return value
+
+    def integers(self, name: str, least: int, most: int) -> list[int]:
+        value = self._content.get(name)
+        value = [] if value is None else value
+        is_list = isinstance(value, list) and all(type(number) is int for number in value)
+        if not is_list or (value and not least <= min(value) <= max(value) <= most):
+            raise Refused(400, f"{name} must be a list of whole numbers from {least} to {most}.")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._content.get(name, default)
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+            raise Refused(400, f"{name} must be a number of 64 bits, not {value!r:.50}.")
+        return float(value)

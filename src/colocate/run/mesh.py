@@ -1,0 +1,97 @@
+"""How the ranks of a run share weights and optimizer: what `shard` says, or the planner chooses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.training_args import OptimizerNames
+
+from colocate.config.grpo_config import GRPOConfig
+from colocate.experience.ranks import of_all_ranks
+from colocate.memory.sharding import Sharding
+from colocate.parallel.mesh import Mesh
+from colocate.planning.run_sharding import choose_weight_parts
+from colocate.policy.optimizer_names import WHOLE_MATRIX
+from colocate.weights.layouts import WHOLE, WeightPart, weight_part_of
+
+logger = logging.getLogger(__name__)
+
+
+def mesh_of(args: GRPOConfig, accelerator: Accelerator, *asked: Any) -> Mesh:
+    """How this run's ranks share the weights.
+
+    Args:
+        asked: what else `weight_parts_of` chooses by.
+
+    Raises:
+        ValueError: the processes cannot be divided as `shard` says.
+    """
+    return Mesh.of(accelerator.device.type, weight_parts_of(args, accelerator, *asked))
+
+
+def weight_parts_of(
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    model: Any,
+    quantization_config: Any,
+    peft_config: Any,
+    optimizers: Any,
+) -> int:
+    """Over how many ranks each copy of the weights is split: what `shard` says, or the planner chooses."""
+    if args.shard != "auto" or accelerator.num_processes == 1:
+        return args.shard if isinstance(args.shard, int) else 1
+    if isinstance(model, nn.Module) and weight_part_of(model) != WHOLE:
+        return weight_part_of(model).count  # an earlier trainer has split it
+    if accelerator.device.type != "cuda":
+        return 1
+    if (reason := why_state_stays_whole(args, optimizers)) is not None:
+        parts = 1
+    else:
+        parts, reason = choose_weight_parts(args, model, accelerator.device, quantization_config, peft_config)
+    # A rank that sees less memory, or no configuration, must not come to a mesh of its own.
+    parts = max(of_all_ranks([parts]))
+    if accelerator.is_main_process:
+        logger.info(f"shard='auto' came to {parts}: {reason}")
+    return parts
+
+
+def sharding_of(args: GRPOConfig, mesh: Mesh, *, splits_optimizer: bool) -> Sharding:
+    """What the ranks split, for the planner."""
+    return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer, args.decode_shard)
+
+
+def part_of(mesh: Mesh) -> tuple[WeightPart, DeviceMesh | None]:
+    """The part of the weights that this rank keeps, and the ranks with the others in the order of parts."""
+    return WeightPart(mesh.weight_part, mesh.num_weight_parts), mesh.weight_mesh
+
+
+def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
+    """Whether the ranks split the optimizer's state.
+
+    Raises:
+        ValueError: `shard` is a number, and the optimizer's state cannot be split.
+    """
+    if mesh.device_mesh is None or args.shard == "none":
+        return False
+    if (reason := why_state_stays_whole(args, optimizers)) is None:
+        return True
+    if args.shard != "auto":
+        raise ValueError(
+            f"shard={args.shard} splits the optimizer's state by rows, but {reason}. Set shard='none', or "
+            "optim='adamw_torch_fused'."
+        )
+    if args.process_index == 0:
+        logger.warning(f"Every process keeps all of the optimizer's state: {reason}.")
+    return False
+
+
+def why_state_stays_whole(args: GRPOConfig, optimizers: Any) -> str | None:
+    """Why ranks cannot split the optimizer's state; None: they can."""
+    name = OptimizerNames(args.optim).value
+    if optimizers[0] is not None:
+        return f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
+    return f"optim={name!r} steps on a value by others of its matrix" if name in WHOLE_MATRIX else None
