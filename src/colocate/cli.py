@@ -19,7 +19,7 @@ from colocate.commands.vocabulary import TAKE_RUN_OPTIONS, in_words_of
 from colocate.options.redaction import redacted
 from colocate.parallel.error_file import record_failure
 from colocate.parallel.last_words import say
-from colocate.rewards.exits import LoudExits, place_of_exit
+from colocate.users_code.exits import LoudExits, place_of_exit
 from colocate.version import __version__
 
 _COMMANDS = {

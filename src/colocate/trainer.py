@@ -196,7 +196,7 @@ class GRPOTrainer(TRLNames):
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
         asked = own if given is None else given
         directory = sealed.find(asked, self.args.run_dir)
-        self.journal.introduce(header_rows(self.run), resumes=directory is not None)
+        self.journal.introduce(header_rows(self.run, resumes=directory is not None))
         if directory is not None:
             directory = self.load_checkpoint(directory, or_older=asked == sealed.AUTO)
         elif self.state.global_step > 0:

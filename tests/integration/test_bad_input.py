@@ -30,7 +30,7 @@ from colocate import GRPOConfig, GRPOTrainer
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
 from colocate.config.run_config import parse_run
 from colocate.options.run_file import read_file
-from colocate.rewards.errors import RewardError
+from colocate.users_code.errors import RewardError
 
 
 @contextmanager

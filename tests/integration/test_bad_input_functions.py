@@ -32,7 +32,7 @@ import torch
 from bad_cases import Case, judge
 from datasets import Dataset
 
-from colocate.rewards.errors import RewardError
+from colocate.users_code.errors import RewardError
 from tiny import StubEngine, make_model, make_trainer
 from tool_chat import call, make_chat_tokenizer, user
 

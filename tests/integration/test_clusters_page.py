@@ -18,12 +18,12 @@ import yaml
 
 from colocate import cli
 from colocate.clusters import replica
-from colocate.commands.rollout_serve import MEMORY_SHARE, serve_command
 from colocate.commands.train import _ask
 from colocate.config.run_config import parse_run
 from colocate.options.run_file import read_overrides
 from colocate.parallel.ask import Ask
 from colocate.parallel.slices import cut
+from colocate.rollout_server.command_line import MEMORY_SHARE, serve_command
 from colocate.rollout_server.vllm.serve import _check_options
 
 ROOT = Path(__file__).parents[2]

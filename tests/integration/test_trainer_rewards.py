@@ -19,9 +19,9 @@ from datasets import Dataset
 from transformers import TrainerState
 
 from colocate import GRPOTrainer
-from colocate.rewards.errors import RewardError
-from colocate.rewards.exits import EXIT_CODE
 from colocate.rewards.logs import TRAINER_METRICS
+from colocate.users_code.errors import RewardError
+from colocate.users_code.exits import EXIT_CODE
 from tiny import (
     StubEngine,
     changed_weights,

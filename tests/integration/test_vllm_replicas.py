@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
 
 from colocate.cli import _split_at_dashes
-from colocate.commands.rollout_serve import serve_command
 from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
+from colocate.rollout_server.command_line import serve_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
 

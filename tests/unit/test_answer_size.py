@@ -8,7 +8,7 @@ from math_verify import parse
 
 from colocate.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
 from colocate.rewards.answer_size import MAX_BITS, is_too_large
-from colocate.rewards.time_limit import TimeLimit
+from colocate.users_code.time_limit import TimeLimit
 
 TOWERS = [
     r"\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}",

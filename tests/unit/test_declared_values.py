@@ -12,8 +12,8 @@ from colocate.config.declared_values import check_batch, check_values
 from colocate.config.grpo_config import GRPOConfig
 from colocate.config.honoured import default_of
 from colocate.config.run_config import RunConfig, parse_run
+from colocate.engines.names import OLDER_NAMES
 from colocate.options.declared import declared_types
-from colocate.run.engines import OLDER_NAMES
 
 FIELDS = {f.name: f for record in (RunConfig, GRPOConfig) for f in dataclasses.fields(record)}
 NOT_SET = {"output_dir", "use_cpu", "report_to"}

@@ -15,7 +15,7 @@ from colocate.episodes.content import MAX_CHARS
 from colocate.episodes.environments import EnvironmentPool
 from colocate.episodes.tool_runner import ToolResult
 from colocate.rewards.base import RewardFunctions
-from colocate.rewards.exits import EXIT_CODE
+from colocate.users_code.exits import EXIT_CODE
 
 
 def add(a: int, b: int) -> int:

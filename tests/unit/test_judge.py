@@ -17,8 +17,8 @@ from colocate.experience import ranks
 from colocate.experience.judge import EpisodeFacts, Judge, RankShare, Rollout, _on_device
 from colocate.experience.requests import RolloutRequest
 from colocate.rewards.base import RewardFunctions, RewardTable
-from colocate.rewards.errors import RewardError
 from colocate.types import Completion, Prompt, Sample
+from colocate.users_code.errors import RewardError
 from tiny import EOS, make_tokenizer
 
 TOKENS = {"a": [8, 9, EOS], "b": [10, EOS], "c": [11, 12, 13, EOS]}

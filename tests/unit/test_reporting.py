@@ -234,7 +234,9 @@ def test_a_run_that_cannot_start_leaves_the_record_as_it_is(tmp_path):
     log.log_step(1, {"reward": 1}, epoch=0.1, timeline={})
     log.close()
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert "of an earlier run, 1 steps: kept as metrics.1.jsonl" in earlier_record(tmp_path)
+    assert "of an earlier run, 1 steps: kept as metrics.1.jsonl" in earlier_record(
+        tmp_path, has_checkpoints=False
+    )
     for resume_step in (None, 0):
         failed = RunLog(tmp_path, resume_step, run_id="second")
         failed.describe({"run_id": "second"})
@@ -245,7 +247,7 @@ def test_a_run_that_cannot_start_leaves_the_record_as_it_is(tmp_path):
     assert [r.get("reward") for r in read_strictly(tmp_path / "metrics.jsonl")] == [None, 2]
     assert [r["reward"] for r in read_strictly(tmp_path / "metrics.1.jsonl")] == [1]
     assert json.loads((tmp_path / "run.json").read_text())["run_id"] == "second"
-    assert earlier_record(tmp_path / "nowhere") is None
+    assert earlier_record(tmp_path / "nowhere", has_checkpoints=False) is None
 
 
 def test_completions_can_be_searched_in_any_script(tmp_path):

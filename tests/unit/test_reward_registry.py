@@ -5,8 +5,8 @@ import pytest
 
 from colocate import rewards
 from colocate.rewards import get_reward_function
-from colocate.rewards.exits import EXIT_CODE
 from colocate.rewards.registry import get_tool
+from colocate.users_code.exits import EXIT_CODE
 
 
 def test_reward_functions_are_found_by_name(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ import time
 import pytest
 from test_rewards import COMPLETIONS, IDS, PROMPTS
 
-from colocate.rewards import time_limit
 from colocate.rewards.base import RewardFunctions
-from colocate.rewards.errors import RewardError
+from colocate.users_code import time_limit
+from colocate.users_code.errors import RewardError
 
 LIMIT_S = 0.5
 

@@ -22,12 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaForSequenceClassificat
 
 from colocate import rewards
 from colocate.data.loading import load_prompts
+from colocate.data.reasoning_gym import encode_entry
 from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.base import RewardFunctions
-from colocate.rewards.errors import RewardError
-from colocate.rewards.exits import EXIT_CODE
 from colocate.rewards.models import RewardModel
-from colocate.rewards.reasoning_gym import encode_entry
+from colocate.users_code.errors import RewardError
+from colocate.users_code.exits import EXIT_CODE
 
 PROMPTS = ["what is two", "what is two", "what is four"]
 COMPLETIONS = ["two and no more", "it is four", "four it is"]

@@ -1,4 +1,4 @@
-"""The house as CONTRIBUTING.md draws it: rows of rooms, no circles, short functions, whole sentences."""
+"""The house as CONTRIBUTING.md draws it: a map of rooms, no circles, short functions, whole sentences."""
 
 from __future__ import annotations
 
@@ -10,70 +10,27 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "colocate"
+from tests.house import PACKAGE, ROOT, circle, drawn, imports_of, modules, picture
+
 LONGEST_FUNCTION = 60
 KERNEL_ROOMS = ("kernels/",)
 """A kernel's body and its launcher are as long as their arguments are many."""
+ROOT_FILES = 8
 
 
-def modules() -> dict[str, Path]:
-    """Every file of the package by its path below it: "engines/base.py"."""
-    return {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+def test_no_rooms_import_each_other_in_a_circle():
+    assert circle() == []
 
 
-def imports_of(path: Path) -> set[str]:
-    """The package's files that a file imports anywhere, also lazily and for types only."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            place = f"{name.removeprefix('colocate.').replace('.', '/')}.py"
-            if name.startswith("colocate.") and (PACKAGE / place).is_file():
-                found.add(place)
-    return found
+def test_the_map_of_rooms_is_drawn_from_the_imports():
+    assert drawn() == picture(), "python -m tests.house draws it anew"
+    assert all(line[20:].strip() for line in drawn().splitlines()[1:-1]), (
+        "a room says in a sentence what it is"
+    )
 
 
-def rows() -> list[list[str]]:
-    """The table's rows from the top: names of rooms ("engines/") and of files ("config.py")."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = text.partition("## Where things are")[2].partition("\n\n**")[0]
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    return [re.findall(r"`([\w/.]+)`", cell) for cell in cells]
-
-
-def row_of(module: str) -> int:
-    """The row that a file is in, by its own name or its room's."""
-    places = [
-        number
-        for number, names in enumerate(rows())
-        if module in names or f"{module.partition('/')[0]}/" in names
-    ]
-    assert len(places) == 1, f"{module} is in {len(places)} rows of CONTRIBUTING.md's table"
-    return places[0]
-
-
-def test_every_file_is_in_one_row_and_every_name_in_the_table_exists():
-    for module in modules():
-        row_of(module)
-    for names in rows():
-        for name in names:
-            assert (PACKAGE / name).exists(), f"CONTRIBUTING.md names {name}, which there is not"
-
-
-def test_a_file_imports_only_from_its_own_row_or_below():
-    upward = [
-        f"{module} imports {imported}"
-        for module, path in modules().items()
-        for imported in imports_of(path)
-        if row_of(imported) < row_of(module)
-    ]
-    assert upward == []
+def test_the_root_has_only_what_a_reader_starts_with():
+    assert len([module for module in modules() if "/" not in module]) <= ROOT_FILES
 
 
 def test_no_circle_of_files_even_by_lazy_imports():

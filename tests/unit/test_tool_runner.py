@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import ToolCall
-from colocate.rewards import time_limit
-from colocate.rewards.exits import EXIT_CODE
+from colocate.users_code import time_limit
+from colocate.users_code.exits import EXIT_CODE
 
 LIMIT_S = 1.0
 PATIENCE_S = 60.0

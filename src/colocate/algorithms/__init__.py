@@ -1,0 +1,1 @@
+"""The arithmetic of GRPO: advantages, losses, importance sampling, entropy."""

@@ -17,12 +17,12 @@ from colocate.clusters.cluster import nodes_of, seat
 from colocate.clusters.process import ANSWER_S, Ending
 from colocate.clusters.rank import Rank
 from colocate.clusters.replica import Replica
-from colocate.commands.rollout_serve import serve_command
 from colocate.http.key import VARIABLE
 from colocate.options.run_file import LAUNCH, REPLICAS
 from colocate.parallel.ask import Ask
 from colocate.parallel.ray_place import RayPlace
 from colocate.parallel.slices import cut
+from colocate.rollout_server.command_line import serve_command
 
 _LOOK_S = 0.2
 """Seconds after which signals are looked at again."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.checkpoints.stop_signals import stop_event
 from colocate.commands.model_arguments import MODEL_HELP, add_base
+from colocate.engines.names import OLDER_NAMES
 from colocate.http.key import VARIABLE, ServerKey, is_loopback, key_from_environment
 from colocate.options.requirements import AT_LEAST_ONE, check_range
-from colocate.run.engines import OLDER_NAMES
 from colocate.serving.installed import check_installed
 
 if TYPE_CHECKING:

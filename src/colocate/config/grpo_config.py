@@ -34,6 +34,7 @@ from colocate.config.launchers import translate
 from colocate.config.nested import check_accelerator_config, read_generation_kwargs
 from colocate.config.rollout_precision import resolve_correction
 from colocate.data.encoding import check_template_arguments
+from colocate.engines.names import ENGINE_NAMES, OLDER_NAMES
 from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.options.names import TWINS, override, resolve, with_present_names
@@ -60,7 +61,6 @@ from colocate.options.requirements import (
 from colocate.options.values import coerce, nearest, types_of
 from colocate.parallel.meeting import meet, meeting
 from colocate.parallel.watch import begin_watch
-from colocate.run.engines import ENGINES, OLDER_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
-    engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
+    engine: Annotated[str, OneOf(("auto", *ENGINE_NAMES))] = "auto"
     """What generates the completions. "native": decodes with the trainer's own parameters (supported
     natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "rollout_server": a
     server on other GPUs or machines, of the native engine or of vLLM (`colocate rollout-serve`); also written

@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 
 from colocate.data.faults import find_fault, find_wrong_encoding
+from colocate.data.reasoning_gym import encode_entry, import_reasoning_gym
 from colocate.options.values import shown
-from colocate.rewards.reasoning_gym import encode_entry, import_reasoning_gym
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 OTHER_FILES = (".txt", ".tsv", ".arrow", ".yaml", ".yml", ".gz", ".zip", ".xlsx")

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.time_limit import TimeLimit
+from colocate.users_code.errors import RewardTimeout
+from colocate.users_code.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 

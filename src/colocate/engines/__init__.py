@@ -1,0 +1,1 @@
+"""Where completions come from: the native engine, vLLM, TensorRT-LLM, transformers."""

@@ -36,7 +36,7 @@ from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
 from colocate.options.values import shown
 from colocate.rewards.arguments import own_copy
-from colocate.rewards.errors import words_of
+from colocate.users_code.errors import words_of
 
 logger = logging.getLogger(__name__)
 

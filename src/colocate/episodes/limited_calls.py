@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocate.episodes.tool_workers import Job, ToolWorkers
-from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.process_state import users_code
-from colocate.rewards.time_limit import TimeLimit
+from colocate.users_code.errors import RewardTimeout
+from colocate.users_code.process_state import users_code
+from colocate.users_code.time_limit import TimeLimit
 
 
 @dataclass(frozen=True)

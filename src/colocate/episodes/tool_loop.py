@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
-from colocate.rewards.background import SLACK_S, BackgroundLoop
+from colocate.users_code.background import SLACK_S, BackgroundLoop
 
 
 class Task:

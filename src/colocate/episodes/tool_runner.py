@@ -17,9 +17,9 @@ from colocate.episodes.tool_loop import Task, ToolLoop
 from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.arguments import own_copy
-from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.process_state import users_code
-from colocate.rewards.time_limit import TimeLimit
+from colocate.users_code.errors import RewardTimeout
+from colocate.users_code.process_state import users_code
+from colocate.users_code.time_limit import TimeLimit
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from colocate.algorithms.advantages import (
     compute_turn_advantages,
     nanstd,
 )
-from colocate.rewards.errors import RewardError
 from colocate.rewards.logs import TURN_REWARDS
+from colocate.users_code.errors import RewardError
 
 
 @dataclass(frozen=True)

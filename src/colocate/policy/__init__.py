@@ -1,0 +1,1 @@
+"""The model that is trained: forward, backward, optimizer, and their memory."""

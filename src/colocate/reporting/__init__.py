@@ -1,0 +1,1 @@
+"""What a run tells: its record, the terminal, reports and trackers."""

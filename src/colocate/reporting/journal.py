@@ -26,7 +26,7 @@ from colocate.reporting.learning_watch import LearningWatch
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
-from colocate.reporting.run_log import RunLog, earlier_record
+from colocate.reporting.run_log import RunLog
 from colocate.version import __version__
 
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -170,18 +170,10 @@ class Journal:
             setattr(state, name, getattr(self.state, name))
         self.state = state
 
-    def introduce(self, rows: dict[str, str], *, resumes: bool) -> None:
-        """Print what the run is, what `output_dir` contains already, and where the run writes.
-
-        Args:
-            rows: the rows of the header, by label.
-        """
-        if not self.state.is_world_process_zero:
-            return
-        rows = {**rows, "output": messages.short_path(self.args.run_dir)}
-        if not resumes and (record := earlier_record(self.args.run_dir)):
-            rows["record"] = record
-        messages.complete_header(redacted(rows), self.progress.console)
+    def introduce(self, rows: dict[str, str]) -> None:
+        """Print the rows of the header, by label."""
+        if self.state.is_world_process_zero:
+            messages.complete_header(redacted(rows), self.progress.console)
 
     def open(self, description: dict[str, Any], *, resumed_from: Path | None) -> None:
         """Begin or continue the run's record; no file changes before the first step.

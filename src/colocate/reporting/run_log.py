@@ -46,8 +46,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from colocate.checkpoints.sealed import list_checkpoints
-
 if TYPE_CHECKING:
     from colocate.reporting.completions import CompletionTable
 
@@ -195,7 +193,7 @@ class RunLog:
             file.close()
 
 
-def earlier_record(output_dir: Path) -> str | None:
+def earlier_record(output_dir: Path, *, has_checkpoints: bool) -> str | None:
     """A sentence that says what a new run does with an earlier record in this directory; None if there is
     none."""
     try:
@@ -209,7 +207,7 @@ def earlier_record(output_dir: Path) -> str | None:
         return None
     kept = _free_name(output_dir / METRICS_FILE).name
     text = f"of an earlier run, {last} steps: kept as {kept} once this run has taken a step"
-    if not list_checkpoints(output_dir):
+    if not has_checkpoints:
         return f"{text}; that run has left no checkpoint to go on from"
     return f"{text}, its checkpoints as they are; --resume_from_checkpoint auto goes on with that run instead"
 

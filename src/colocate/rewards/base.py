@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from colocate.reporting.work_counts import WorkCounts
 from colocate.rewards.arguments import REPLACED_COLUMNS, own_arguments
-from colocate.rewards.background import BackgroundLoop
-from colocate.rewards.errors import RewardError, blaming, describe
 from colocate.rewards.logs import FunctionLog, merge_logs
 from colocate.rewards.models import RewardModel
-from colocate.rewards.process_state import kept_trainer_state, users_code
 from colocate.rewards.ties import lost_difference
-from colocate.rewards.time_limit import TimeLimit
+from colocate.users_code.background import BackgroundLoop
+from colocate.users_code.errors import RewardError, blaming, describe
+from colocate.users_code.process_state import kept_trainer_state, users_code
+from colocate.users_code.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from colocate.reporting.run_log import RESERVED_KEYS
-from colocate.rewards.errors import RewardError
+from colocate.users_code.errors import RewardError
 
 TURN_REWARDS = "turn_rewards"
 """What the rewards that environments give for turns are called among those of reward functions."""

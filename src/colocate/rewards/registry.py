@@ -12,11 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 from colocate.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
-from colocate.rewards.exits import LoudExits, place_of_exit
 from colocate.rewards.format import think_format_reward
 from colocate.rewards.length import get_soft_overlong_punishment
 from colocate.rewards.reasoning_gym import reasoning_gym_reward
 from colocate.rewards.repetition import get_repetition_penalty_reward
+from colocate.users_code.exits import LoudExits, place_of_exit
 
 BUILT_IN: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,

@@ -1,0 +1,1 @@
+"""A run: its parts are built, checked, connected and saved."""

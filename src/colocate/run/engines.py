@@ -1,6 +1,6 @@
 """The rollout engines by name, and how each is made from a run's options.
 
-`ENGINES` is the one list of them: the option `engine` takes these names. An engine's own modules are imported
+`ENGINES` has an entry for each of `engines/names.py`. An engine's own modules are imported
 when it is made, so that reading the list loads neither PyTorch nor vLLM.
 """
 
@@ -256,9 +256,6 @@ ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {
     "transformers": _transformers,
 }
 """The function that makes each engine, by its name in the option `engine`; it raises the engine's errors."""
-
-OLDER_NAMES = {"vllm_server": "rollout_server"}
-"""Names that the option takes, too, and the engines that they mean."""
 
 
 def build_engine(name: str, parts: EngineParts) -> RolloutEngine:

@@ -8,10 +8,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from colocate.checkpoints import sealed
 from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import RolloutEngine
 from colocate.memory.train_plan import TrainPlan
 from colocate.parallel.mesh import Mesh
+from colocate.reporting.messages import short_path
+from colocate.reporting.run_log import earlier_record
 from colocate.run.record import Run
 from colocate.weights.layouts import causal_lm, why_no_layout
 from colocate.weights.weight_parts import sizes_of
@@ -26,11 +29,17 @@ _ENGINES = {
 }
 
 
-def header_rows(run: Run) -> dict[str, str]:
-    """The rows of the header, by label; each is one line of words."""
+def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
+    """The rows of the header, by label; each is one line of words.
+
+    Args:
+        resumes: the run goes on from a checkpoint, and so continues the record that it finds.
+    """
     lm = causal_lm(run.model)
     kind = type(run.engine).__name__
     splits_optimizer, decode_shard = run.policy.optimizer.is_split, run.args.decode_shard
+    checkpoints = sealed.list_checkpoints(run.args.run_dir)
+    record = None if resumes else earlier_record(run.args.run_dir, has_checkpoints=bool(checkpoints))
     shard = shard_row(run.mesh, splits_optimizer=splits_optimizer, decode_shard=decode_shard)
     return {
         "model": lm.config.name_or_path or type(lm).__name__,
@@ -44,6 +53,8 @@ def header_rows(run: Run) -> dict[str, str]:
         "plan": _plan(run.policy.plan),
         "steps": _steps(run.args, run.journal.state.max_steps),
         "saves": _saves(run.args),
+        "output": short_path(run.args.run_dir),
+        **({} if record is None else {"record": record}),
     }
 
 

@@ -28,10 +28,10 @@ from colocate.experience.players.rollout_function import FunctionPlayer, Rollout
 from colocate.experience.requests import RequestBuilder
 from colocate.http.key import key_from_environment
 from colocate.parallel.mesh import Mesh
-from colocate.rewards.exits import LoudExits
 from colocate.run.arguments import check_reward_columns
 from colocate.serving.installed import check_installed
 from colocate.types import SamplingParams
+from colocate.users_code.exits import LoudExits
 
 if TYPE_CHECKING:
     from colocate.experience.players.agent_player import AgentPlayer

@@ -34,8 +34,8 @@ from colocate.experience.ranks import of_all_ranks
 from colocate.options.redaction import redacted
 from colocate.options.values import shown
 from colocate.parallel.meeting import in_words, meeting
-from colocate.rewards.source_files import sources_of
 from colocate.run.identity import LIBRARIES, versions
+from colocate.users_code.source_files import sources_of
 from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
 from colocate.weights.weight_files import check_no_gguf
 

@@ -1,0 +1,1 @@
+"""Names that TRL's trainer and scripts have besides GRPOTrainer and GRPOConfig."""

@@ -1,0 +1,1 @@
+"""Weights as layouts, parts, adapters and files."""

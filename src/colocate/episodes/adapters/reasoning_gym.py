@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from colocate.data.reasoning_gym import import_reasoning_gym, score_answer
 from colocate.episodes.adapters.base import TextEnvironment
-from colocate.rewards.reasoning_gym import import_reasoning_gym, score_answer
 
 
 class ReasoningGymEnvironment(TextEnvironment):

@@ -27,8 +27,6 @@ from colocate.episodes.episode import Episode
 from colocate.experience.players.agent_session import Drawing, Session
 from colocate.experience.requests import RolloutRequest
 from colocate.http.key import ServerKey
-from colocate.rewards.background import BackgroundLoop
-from colocate.rewards.last_resort import InterpreterWatch
 from colocate.serving.app import RETRY_AFTER_S, Service
 from colocate.serving.desk import Desk, Visitors
 from colocate.serving.driver import Driver
@@ -37,6 +35,8 @@ from colocate.serving.refusal import busy
 from colocate.serving.server import HttpServer, bound_socket
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
+from colocate.users_code.background import BackgroundLoop
+from colocate.users_code.last_resort import InterpreterWatch
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from colocate.engines.requests import turn_key
 from colocate.episodes.episode import Episode
 from colocate.experience.requests import RolloutRequest
 from colocate.options.values import shown
-from colocate.rewards.errors import words_of
 from colocate.types import Completion, Prompt, SamplingParams
+from colocate.users_code.errors import words_of
 
 RolloutFunc = Callable[[list[Any]], dict[str, Any]]
 """Prompts, one for each completion -> columns: see `FunctionPlayer`."""

@@ -1,0 +1,1 @@
+"""The trainer's side of rollout servers: client, pool, push of weights."""

@@ -1,0 +1,1 @@
+"""What both sides of a push of weights have in common."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from colocate.options.values import shown
-from colocate.rewards.forks import ended_forks
+from colocate.users_code.forks import ended_forks
 
 logger = logging.getLogger(__name__)
 

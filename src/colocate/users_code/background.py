@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any
 
-from colocate.rewards.errors import RewardTimeout
+from colocate.users_code.errors import RewardTimeout
 
 # The loop ends what is late by itself, unless something blocks it: so much later its caller gives it up.
 SLACK_S = 0.5

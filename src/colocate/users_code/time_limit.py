@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from colocate.rewards.errors import RewardTimeout
-from colocate.rewards.last_resort import LAST_RESORT, InterpreterWatch
+from colocate.users_code.errors import RewardTimeout
+from colocate.users_code.last_resort import LAST_RESORT, InterpreterWatch
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from colocate.rewards.exits import EXIT_CODE
+from colocate.users_code.exits import EXIT_CODE
 
 
 @contextmanager
