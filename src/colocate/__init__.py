@@ -39,7 +39,7 @@ __all__ = [
 _MODULES = {
     "GRPOConfig": "config.grpo_config",
     "GRPOTrainer": "trainer",
-    "generate_rollout_completions": "experience.rollout_function",
+    "generate_rollout_completions": "experience.players.rollout_function",
     "ScriptArguments": "trl.scripts.arguments",
     "DatasetConfig": "trl.scripts.arguments",
     "DatasetMixtureConfig": "trl.scripts.arguments",

@@ -18,8 +18,7 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
 from colocate.parallel.watch import watched
-from colocate.run import arguments as trainer_arguments
-from colocate.run import checkpoints as run_checkpoints
+from colocate.run import arguments, checkpoints
 from colocate.run.build import build_run
 from colocate.run.header import header_rows
 from colocate.run.playing import playing_of
@@ -69,10 +68,10 @@ class GRPOTrainer(TRLNames):
         environment_factory: Any = None,
         agent: Any = None,
     ) -> None:
-        trainer_arguments.check_reward_source(reward_funcs, environment_factory)
-        args = trainer_arguments.config_or_default(args, model)
+        arguments.check_reward_source(reward_funcs, environment_factory)
+        args = arguments.config_or_default(args, model)
         sealed.check_writable(args.run_dir)
-        trainer_arguments.check_arguments(
+        arguments.check_arguments(
             model=model,
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,
@@ -100,7 +99,7 @@ class GRPOTrainer(TRLNames):
         )
         """The parts of the run; before `train`, `dataclasses.replace` can put another part in."""
         self.eval_dataset = self.run.eval_dataset
-        self._slice_rows, self._made_with = SliceRows(self.run.window), trainer_arguments.texts_of(args)
+        self._slice_rows, self._made_with = SliceRows(self.run.window), arguments.texts_of(args)
 
     @watched(lambda trainer: f"after step {trainer.state.global_step}")
     @holding_run_lock
@@ -190,8 +189,8 @@ class GRPOTrainer(TRLNames):
         Returns:
             The time now in seconds, and the optimizer steps that were taken before.
         """
-        trainer_arguments.check_modes(self.args.device.type)
-        trainer_arguments.check_unchanged(self.args, self._made_with)
+        arguments.check_modes(self.args.device.type)
+        arguments.check_unchanged(self.args, self._made_with)
         self.policy.optimizer.check_trained(self.model)
         own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
         asked = own if given is None else given
@@ -205,7 +204,7 @@ class GRPOTrainer(TRLNames):
                 "up. To train on, make a new trainer with model=trainer.model."
             )
         loop.publish_changes(self.run)
-        run_checkpoints.check_space(self.run)
+        checkpoints.check_space(self.run)
         start = time.time(), self.state.global_step
         self.journal.open(self.run.description(), resumed_from=directory)
         if self.args.eval_on_start and directory is None:
@@ -239,15 +238,15 @@ class GRPOTrainer(TRLNames):
             CheckpointError: it could not be written; earlier checkpoints stand.
             FloatingPointError: the weights are not finite; earlier checkpoints stand.
         """
-        directory = run_checkpoints.save(self.run)
+        directory = checkpoints.save(self.run)
         self.journal.event("on_save")
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             self._push_checkpoint(directory)
         return directory
 
     def load_checkpoint(self, directory: Path, *, or_older: bool = False) -> Path:
-        """Restore everything that `save_checkpoint` wrote; see `run_checkpoints.load`."""
-        directory = run_checkpoints.load(self.run, directory, or_older=or_older)
+        """Restore everything that `save_checkpoint` wrote; see `checkpoints.load`."""
+        directory = checkpoints.load(self.run, directory, or_older=or_older)
         loop.publish(self.run)
         return directory
 
@@ -262,7 +261,7 @@ class GRPOTrainer(TRLNames):
             FloatingPointError: the weights are not finite.
         """
         directory = Path(output_dir or self.args.run_dir)
-        run_checkpoints.save_model(self.run, directory)
+        checkpoints.save_model(self.run, directory)
         if self.args.push_to_hub and not _internal_call:  # transformers' argument
             self.push_to_hub("Model save")
 
@@ -283,11 +282,11 @@ class GRPOTrainer(TRLNames):
             card: `model_name`, `dataset_name` and `tags` of the model card.
         """
         directory = self.args.run_dir
-        run_checkpoints.write_model(self.run, directory)
+        checkpoints.write_model(self.run, directory)
         if not self.accelerator.is_main_process:
             return None
         self.journal.handler.on_push_begin(self.args, self.state, self.control)
-        run_checkpoints.write_card(self.run, directory, **card)
+        checkpoints.write_card(self.run, directory, **card)
         repository = hub.repository_of(self.args, token=token, revision=revision, private=private)
         files = hub.model_files(directory, self.model, self.processing_class)
         return repository.upload_model(directory, files, commit_message=commit_message, blocking=blocking)

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from colocate.rewards import get_reward_function
-from colocate.run.record import build, start_checks
+from colocate.run import build, start_checks
 from tiny import count_digits, make_model, make_trainer, sums
 
 RANK = int(os.environ["RANK"])

@@ -16,7 +16,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
-from colocate.config.grpo_config import GRPOConfig, launchers
+from colocate.config import launchers
+from colocate.config.grpo_config import GRPOConfig
 from colocate.config.run_config import parse_run
 from colocate.options.run_file import read_overrides
 from launcher_configs import environment_of

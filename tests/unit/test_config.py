@@ -14,7 +14,8 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate import GRPOTrainer
-from colocate.config.grpo_config import GRPOConfig, launchers
+from colocate.config import launchers
+from colocate.config.grpo_config import GRPOConfig
 from colocate.config.honoured import (
     CHOICES,
     HONOURED_BY,

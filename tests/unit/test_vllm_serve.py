@@ -176,7 +176,7 @@ def test_killed_it_leaves_no_vllm_behind(stand_in):
 from packaging.version import Version
 from torch.distributed.run import get_args_parser
 from colocate.cli import main
-from colocate.engines.vllm_server import serve as serve_module
+from colocate.rollout_server.vllm import serve as serve_module
 serve_module._entry_point = lambda model: ("stand_in", model)
 serve_module.installed_version = lambda: Version("0.30.1")
 main(["vllm-serve", "some/model", "--port", "{free_port()}"])
