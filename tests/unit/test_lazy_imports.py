@@ -25,7 +25,14 @@ NEVER = {"matplotlib", "ray", "tensorboard", "trackio", "trl", "vllm", "wandb"}
 
 TRAIN = "train --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward"
 
-OF_TRAINING = {"datasets", "pandas", "pyarrow", "colocate.run.build", "colocate.data", "colocate.loop"}
+OF_TRAINING = {
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "colocate.run.build",
+    "colocate.data.sampler",
+    "colocate.loop",
+}
 """What a model in hand does not need."""
 
 
