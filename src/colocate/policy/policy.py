@@ -18,6 +18,7 @@ from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers, first_line
 from colocate.policy.forward import padded_hidden_states, padded_with_router_loss
+from colocate.policy.forward_check import check_forward_pass
 from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
@@ -30,7 +31,6 @@ from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.policy.stacks import Stacks
 from colocate.policy.step_plan import StepPlan
-from colocate.policy.trainable import check_trainable
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.reporting.work_counts import WorkCounts
@@ -113,7 +113,7 @@ class Policy:
             is used only while it runs (`Timeline.mark`).
 
     Raises:
-        ValueError: temperature 0, or a model that `check_trainable` refuses.
+        ValueError: temperature 0, or a model that `check_forward_pass` refuses.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Policy:
                 f"temperature={temperature}: greedy sampling has no gradient; set a temperature above 0."
             )
         self._runs_packed = runs_packed(model)
-        check_trainable(model)
+        check_forward_pass(model)
         self.model, self.optimizer, self.reference = model, optimizer, reference
         self.version = 0
         """The version of the weights, which grows by one with every change of them."""

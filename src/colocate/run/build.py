@@ -44,13 +44,13 @@ from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
 from colocate.policy.dropout import active_dropout
+from colocate.policy.forward_check import check_forward_pass
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import Reference, make_reference
 from colocate.policy.router_loss import router_loss_coef
 from colocate.policy.stack import runs_packed, tell_fallbacks
-from colocate.policy.trainable import check_trainable
 from colocate.policy.trained_weights import check_trained_weights
 from colocate.policy.training_mode import training_only
 from colocate.reporting.journal import Journal
@@ -143,14 +143,14 @@ def build_optimizer(
     """The optimizer of a model that can be trained.
 
     Raises:
-        ValueError: a model that `check_trained_weights` or `check_trainable` refuses; `sync_ref_model` with
-            an adapter; a number in `shard`, and an optimizer whose state cannot be split.
+        ValueError: a model that `check_trained_weights` or `check_forward_pass` refuses; `sync_ref_model`
+            with an adapter; a number in `shard`, and an optimizer whose state cannot be split.
     """
     check_trained_weights(model)
     if runs_packed(model):  # such a model is compared with its layout when the policy is made
         tell_fallbacks(model)
     else:
-        check_trainable(model)
+        check_forward_pass(model)
     if args.sync_ref_model and mesh.num_weight_parts > 1:
         raise ValueError(
             f"sync_ref_model=True, but the weights are split over {mesh.num_weight_parts} processes, and a "

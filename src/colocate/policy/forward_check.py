@@ -1,4 +1,4 @@
-"""Whether a model's log-probabilities can be computed here, tried on a few tokens before a run."""
+"""Whether the log-probabilities of a model can be computed here, tried on a few tokens before a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from colocate.weights.fully_sharded import run_gathered
 from colocate.weights.layouts import causal_lm
 
 
-def check_trainable(model: nn.Module) -> None:
+def check_forward_pass(model: nn.Module) -> None:
     """Refuse a model whose log-probabilities cannot be computed here.
 
     Raises:
