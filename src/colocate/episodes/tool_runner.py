@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from colocate.episodes.tool_loop import Task, ToolLoop
 from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.arguments import own_copy
-from colocate.users_code.errors import RewardTimeout
+from colocate.users_code.errors import RewardTimeout, words_of
 from colocate.users_code.process_state import users_code
 from colocate.users_code.time_limit import TimeLimit
 
@@ -368,7 +369,7 @@ class ToolRunner:
         return content_of(value, name, self._max_result_chars)
 
     def _failure(self, call: ToolCall, error: BaseException | str, latency_s: float) -> ToolResult:
-        text = error if isinstance(error, str) else _words(error)
+        text = error if isinstance(error, str) else _text(error)
         content = encodable(str({"error": text[: self._max_result_chars]}))
         return ToolResult(call.name, content, True, latency_s)
 
@@ -382,9 +383,9 @@ def _call(call: ToolCall) -> Any:
     return call.function(**own_copy(call.arguments))
 
 
-def _words(error: BaseException) -> str:
-    try:
-        text = str(error)
-    except Exception:
-        return type(error).__name__
-    return text if isinstance(error, Exception) else f"{type(error).__name__}: {text}"
+def _text(error: BaseException) -> str:
+    """What the model reads of it: in TRL the message of an `Exception` alone."""
+    if isinstance(error, Exception):
+        with suppress(Exception):
+            return str(error)
+    return words_of(error)
