@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_policy import make_samples
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from vision_configs import LINEAR_ATTENTION, MROPE, QWEN_VISION, VISION
 
 from colocate.commands.run_options import require
 from colocate.policy.precision import check_types
@@ -151,29 +152,17 @@ def test_a_resumed_run_has_the_optimizers_state(tmp_path, options):
 
 # ── Vision-language checkpoints ──────────────────────────────────────────────────────────────────────────
 
-ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-QWEN_VISION: dict[str, Any] = dict(
-    hidden_size=16, intermediate_size=16, num_heads=2, depth=1, out_hidden_size=32, num_position_embeddings=16
-)
-
 
 def qwen3_5():
     return config_of(
         "Qwen3_5",
-        text_config=dict(
-            **SIZES,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
+        text_config=SIZES | LINEAR_ATTENTION,
         vision_config=QWEN_VISION,
     )
 
 
 def qwen2_5_vl():
-    text = {**SIZES, "rope_parameters": ROPE}
+    text = {**SIZES, "rope_parameters": MROPE}
     del text["head_dim"]
     return config_of(
         "Qwen2_5_VL", text_config=text, vision_config=dict(**QWEN_VISION, fullatt_block_indexes=[0])
@@ -181,13 +170,10 @@ def qwen2_5_vl():
 
 
 def llava():
-    vision = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28
-    )
     return config_of(
         "Llava",
         text_config=dict(model_type="llama", **SIZES),
-        vision_config=dict(model_type="clip_vision_model", patch_size=14, **vision),
+        vision_config=dict(model_type="clip_vision_model", **VISION),
     )
 
 
@@ -203,21 +189,17 @@ def qwen3_vl_moe():
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     return config_of(
         "Qwen3VLMoe",
-        text_config=SIZES | experts | {"rope_parameters": ROPE},
+        text_config=SIZES | experts | {"rope_parameters": MROPE},
         vision_config=dict(**QWEN_VISION, deepstack_visual_indexes=[0]),
     )
 
 
 def mistral3():
     """Mistral Small 3.x; Ministral 3 has this class, too."""
-    vision = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
-        image_size=28, patch_size=14,
-    )  # fmt: skip
     return config_of(
         "Mistral3",
         text_config=dict(model_type="ministral3", **SIZES),
-        vision_config=dict(model_type="pixtral", **vision),
+        vision_config=dict(model_type="pixtral", head_dim=8, **VISION),
     )
 
 

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     PretrainedConfig,
 )
+from vision_configs import LINEAR_ATTENTION, MROPE, QWEN_VISION, VISION
 
 from colocate.weights.adapter_files import note_base, read_adapter
 from colocate.weights.merging import merge_adapter
@@ -29,14 +30,6 @@ ROUTED: dict[str, Any] = dict(
     n_routed_experts=3, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1,
     moe_intermediate_size=16,
 )  # fmt: skip
-VISION: dict[str, Any] = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-    patch_size=14,
-)  # fmt: skip
-QWEN_VISION: dict[str, Any] = dict(
-    hidden_size=16, intermediate_size=16, num_heads=2, depth=1, out_hidden_size=32, num_position_embeddings=16
-)
-MROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 VISION_LANGUAGE: dict[str, dict[str, Any]] = {
     "Gemma3": dict(
         text_config=SIZES | dict(layer_types=["sliding_attention", "full_attention"]),
@@ -52,14 +45,7 @@ VISION_LANGUAGE: dict[str, dict[str, Any]] = {
         vision_config=dict(fullatt_block_indexes=[0], **QWEN_VISION),
     ),
     "Qwen3_5": dict(
-        text_config=SIZES
-        | dict(
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
+        text_config=SIZES | LINEAR_ATTENTION,
         vision_config=QWEN_VISION,
     ),
     "Qwen3VLMoe": dict(
