@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from colocate.commands.model_arguments import (
+from colocate.commands.arguments import (
     MODEL_HELP,
+    add_command,
     add_loading,
     loading_options,
     positive,
@@ -29,15 +30,10 @@ _PROMPT = "> "
 
 
 def add_parser(commands: Any) -> None:
-    command = commands.add_parser(
-        "chat",
-        help=SUMMARY,
-        description=f"{SUMMARY}. On a terminal: {_HELP} In a pipe each line is a message, and answers are "
-        "all that is printed.",
-        usage="colocate chat MODEL [options]",
-        allow_abbrev=False,
+    details = (
+        f". On a terminal: {_HELP} In a pipe each line is a message, and answers are all that is printed."
     )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command = add_command(commands, "chat", "MODEL [options]", SUMMARY, details)
     command.add_argument("model", help=MODEL_HELP)
     command.add_argument("--system_prompt", help="the first message (default: that of the run)")
     command.add_argument(

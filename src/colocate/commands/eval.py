@@ -14,7 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate.commands.model_arguments import MODEL_HELP, add_loading, loading_options, positive, temperature
+from colocate.commands.arguments import (
+    MODEL_HELP,
+    add_command,
+    add_loading,
+    loading_options,
+    positive,
+    temperature,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +35,11 @@ SUMMARY = "measure models on a dataset: accuracy, pass@k, rewards"
 
 
 def add_parser(commands: Any) -> None:
-    command = commands.add_parser(
-        "eval",
-        help=SUMMARY,
-        description=f"{SUMMARY}. Dataset and built-in reward functions are those of the first run named, "
-        "unless they are given. Intervals are of 95% confidence, over prompts. Differences are to the first "
-        "model.",
-        usage="colocate eval MODEL [MODEL ...] [options]",
-        allow_abbrev=False,
+    details = (
+        ". Dataset and built-in reward functions are those of the first run named, unless they are given. "
+        "Intervals are of 95% confidence, over prompts. Differences are to the first model."
     )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command = add_command(commands, "eval", "MODEL [MODEL ...] [options]", SUMMARY, details)
     command.add_argument(
         "models",
         nargs="+",

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.commands.arguments import MODEL_HELP, add_base, add_command
 from colocate.commands.merge import merge
-from colocate.commands.model_arguments import MODEL_HELP, add_base
 
 if TYPE_CHECKING:
     from colocate.checkpoints.saved_model import SavedModel
@@ -17,16 +17,11 @@ SUMMARY = "write a trained model as safetensors or GGUF"
 
 
 def add_parser(commands: Any) -> None:
-    command = commands.add_parser(
-        "export",
-        help=SUMMARY,
-        description=f"{SUMMARY}. An adapter is merged into its model first. safetensors: a plain Hugging "
-        "Face directory without checkpoints, options and completions. gguf: one file for llama.cpp and "
-        "Ollama.",
-        usage="colocate export MODEL OUT [options]",
-        allow_abbrev=False,
+    details = (
+        ". An adapter is merged into its model first. safetensors: a plain Hugging Face directory without "
+        "checkpoints, options and completions. gguf: one file for llama.cpp and Ollama."
     )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command = add_command(commands, "export", "MODEL OUT [options]", SUMMARY, details)
     command.add_argument("model", help=MODEL_HELP)
     command.add_argument("out", type=Path, help="the directory to write, or for gguf the file")
     command.add_argument(

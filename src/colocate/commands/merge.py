@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate.commands.model_arguments import add_base
+from colocate.commands.arguments import add_base, add_command
 
 if TYPE_CHECKING:
     from colocate.checkpoints.saved_model import SavedModel
@@ -15,15 +15,11 @@ SUMMARY = "merge an adapter into the weights of its model"
 
 
 def add_parser(commands: Any) -> None:
-    command = commands.add_parser(
-        "merge",
-        help=SUMMARY,
-        description=f"{SUMMARY}, file by file: the result is a plain Hugging Face directory in the model's "
-        "own precision. It needs the disk space of the model and the memory of one of its files.",
-        usage="colocate merge ADAPTER OUT [options]",
-        allow_abbrev=False,
+    details = (
+        ", file by file: the result is a plain Hugging Face directory in the model's own precision. It needs "
+        "the disk space of the model and the memory of one of its files."
     )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command = add_command(commands, "merge", "ADAPTER OUT [options]", SUMMARY, details)
     command.add_argument(
         "adapter", help="a run that trained an adapter, its checkpoint, or an adapter's directory"
     )

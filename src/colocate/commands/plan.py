@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from colocate.commands.arguments import positive
 from colocate.commands.run_options import (
     add_run_parser,
-    count,
     require,
     require_adapters_on_4_bits,
     say_unnecessary,
@@ -39,9 +39,9 @@ def add_parser(commands: Any) -> None:
         dest="device_name",
         help="the GPU to plan for, such as H100 (default: the one here)",
     )
-    command.add_argument("--num_gpus", type=count, default=1, help="GPUs that train together (default: 1)")
+    command.add_argument("--num_gpus", type=positive, default=1, help="GPUs that train together (default: 1)")
     command.add_argument(
-        "--num_nodes", type=count, help="machines that hold these GPUs (default: one for every 8)"
+        "--num_nodes", type=positive, help="machines that hold these GPUs (default: one for every 8)"
     )
 
 

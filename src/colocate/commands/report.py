@@ -6,20 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from colocate.commands.arguments import add_command
+
 DEFAULT_PORT = 8765
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     summary = "write the report of a finished or running run, or of several runs beside one another"
-    command = commands.add_parser(
-        "report",
-        help=summary,
-        description=summary,
-        usage="colocate report RUN_DIR [RUN_DIR ...] [options]",
-        allow_abbrev=False,
-    )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command = add_command(commands, "report", "RUN_DIR [RUN_DIR ...] [options]", summary)
     command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run")
     where = "file for the page of several runs (default: comparison.html); one run has report.html in RUN_DIR"
     command.add_argument("--output", type=Path, help=where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from colocate.commands.arguments import add_command
 from colocate.options.requirements import AT_LEAST_ONE, check_range
 
 SUMMARY = "run a server that completes a trainer's prompts with the trainer's weights (engine=rollout_server)"
@@ -33,15 +34,8 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_parser(commands: Any, name: str, summary: str, engine: str) -> None:
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        usage=f"colocate {name} MODEL [options] [-- VLLM_OPTIONS]",
-        allow_abbrev=False,
-    )
+    command = add_command(commands, name, "MODEL [options] [-- VLLM_OPTIONS]", summary)
     add = command.add_argument
-    add("--debug", action="store_true", help="show the traceback of an error")
     add("model", help="the model that is trained: its name on the Hub, or its directory")
     add("--engine", choices=ENGINES, default=engine, help="what generates (default: %(default)s)")
     add(

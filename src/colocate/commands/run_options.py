@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.commands.arguments import add_command
 from colocate.options.names import with_present_names
 from colocate.weights.weight_files import check_no_gguf
 
@@ -22,29 +23,10 @@ _RUN_FILE_HELP = (
 
 
 def add_run_parser(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
-    """Add a command that takes a run file and options of a run, which it leaves unread.
-
-    Args:
-        options: further arguments of its `ArgumentParser`.
-    """
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary}. {_RUN_FILE_HELP}",
-        usage=f"colocate {name} [RUN.yaml] [--option value ...]",
-        # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
-        allow_abbrev=False,
-        **options,
+    """Add a command that takes a run file and options of a run, which it leaves unread."""
+    return add_command(
+        commands, name, "[RUN.yaml] [--option value ...]", summary, f". {_RUN_FILE_HELP}", **options
     )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return command
-
-
-def count(text: str) -> int:
-    """A number of GPUs or machines."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs or machines")
-    return int(text)
 
 
 def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:

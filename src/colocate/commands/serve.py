@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocate.checkpoints.stop_signals import stop_event
-from colocate.commands.model_arguments import MODEL_HELP, add_base
+from colocate.commands.arguments import MODEL_HELP, add_base, add_command
 from colocate.engines.names import OLDER_NAMES
 from colocate.http.key import VARIABLE, ServerKey, is_loopback, key_from_environment
 from colocate.options.requirements import AT_LEAST_ONE, check_range
@@ -33,16 +33,12 @@ SUMMARY = "serve a model to OpenAI clients"
 
 def add_parser(commands: Any) -> None:
     """Declare the command's options."""
-    command = commands.add_parser(
-        "serve",
-        help=SUMMARY,
-        description=f"{SUMMARY}: /v1/chat/completions, /v1/completions, /v1/models. For a server that a "
-        "trainer sends its weights to see `colocate rollout-serve`.",
-        usage="colocate serve MODEL [options]",
-        allow_abbrev=False,
+    details = (
+        ": /v1/chat/completions, /v1/completions, /v1/models. For a server that a trainer sends its weights "
+        "to see `colocate rollout-serve`."
     )
+    command = add_command(commands, "serve", "MODEL [options]", SUMMARY, details)
     add = command.add_argument
-    add("--debug", action="store_true", help="show the traceback of an error")
     add("model", help=MODEL_HELP)
     add_base(command)
     add(

@@ -16,9 +16,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.commands.arguments import positive
 from colocate.commands.run_options import (
     add_run_parser,
-    count,
     require,
     require_adapters_on_4_bits,
     say_unnecessary,
@@ -64,23 +64,25 @@ class _OptionHelp(argparse.Action):
 def _add_launcher(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("ranks (one process per GPU) that Ray starts")
     group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
-    group.add_argument("--num_nodes", type=count, help="nodes to train on (default: 1)")
-    group.add_argument("--gpus_per_node", type=count, help="GPUs of each node, one rank on each")
-    group.add_argument("--ranks_per_node", type=count, help="ranks of each node without GPUs")
+    group.add_argument("--num_nodes", type=positive, help="nodes to train on (default: 1)")
+    group.add_argument("--gpus_per_node", type=positive, help="GPUs of each node, one rank on each")
+    group.add_argument("--ranks_per_node", type=positive, help="ranks of each node without GPUs")
     group.add_argument(
         "--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)"
     )
     group.add_argument(
         "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
     )
-    group.add_argument("--num_replicas", type=count, help="rollout servers to start for the run")
+    group.add_argument("--num_replicas", type=positive, help="rollout servers to start for the run")
     group.add_argument(
         "--replica_engine",
         choices=["vllm", "native"],
         help="what they draw with (default: vllm, whose options go after --)",
     )
     group.add_argument(
-        "--replica_gpus", type=count, help="GPUs of each vLLM server, tensor parallel over them (default: 1)"
+        "--replica_gpus",
+        type=positive,
+        help="GPUs of each vLLM server, tensor parallel over them (default: 1)",
     )
     group.add_argument(
         "--replica_placement",

@@ -1,4 +1,4 @@
-"""The arguments by which commands say which model they load and how."""
+"""Parsers of commands, and the arguments that several of them have."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import argparse
 from typing import Any
 
 MODEL_HELP = "a run's directory, a checkpoint, a model's or an adapter's directory, or a name on the Hub"
+
+
+def add_command(
+    commands: Any, name: str, arguments: str, summary: str, details: str = "", **options: Any
+) -> argparse.ArgumentParser:
+    """Add a command to the command line.
+
+    Args:
+        arguments: those of its usage, after its name.
+        details: what `--help` says after the summary.
+        options: further arguments of its `ArgumentParser`.
+    """
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary + details,
+        usage=f"colocate {name} {arguments}",
+        # An option of a run such as `--p` is never taken for the beginning of one of the command's own.
+        allow_abbrev=False,
+        **options,
+    )
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
 
 
 def add_base(command: argparse.ArgumentParser) -> None:
