@@ -283,8 +283,8 @@ CASES = TRAINER_CASES | ENGINE_CASES
 
 
 def is_sensible(case: str, loss_type: str) -> bool:
-    if loss_type == "dppo":
-        return False  # TRL 1.16 has none
+    if not LOSSES[loss_type].in_trl:
+        return False
     if case == "delta":
         return LOSSES[loss_type].reads_delta
     return not (loss_type == "vespo" and case.startswith("sequence_"))

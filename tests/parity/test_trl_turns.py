@@ -196,7 +196,7 @@ FEW = settings(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name != "dppo"])  # which TRL has not
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.in_trl])
 @FEW
 @given(
     shapes=st.lists(turns, min_size=NUM_EPISODES, max_size=NUM_EPISODES),

@@ -432,7 +432,7 @@ def test_a_whole_step_s_policy_loss_is_reported_once():
     ("options", "message"),
     [
         ({"loss_type": "dr-grpo"}, "Did you mean 'dr_grpo'"),
-        ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, dppo, cispo, sapo, vespo"),
+        ({"loss_type": "ppo"}, ", ".join(LOSSES)),
         ({"importance_sampling_level": "sequences"}, "Did you mean 'sequence'"),
         ({"vllm_importance_sampling_mode": "token-mask"}, "Did you mean 'token_mask'"),
         ({"epsilon": -0.1}, "set it to 0 or more"),

@@ -102,6 +102,10 @@ class Loss:
     has_correction: bool = False
     """Whether the surrogate itself applies the engine's correction. If not, the objective multiplies its
     result by the correction."""
+    reads_behaviour: bool = False
+    """Whether the surrogate compares the policy with `LossInputs.behaviour_logprobs`."""
+    in_trl: bool = True
+    """Whether TRL has the loss under this name, so that tests compare the two."""
     cautions: tuple[Callable[[LossOptions], str | None], ...] = ()
     """Functions of the options, each of which returns one line if the options are allowed but seldom meant,
     or None. The lines are worded like TRL's warnings."""
@@ -327,6 +331,8 @@ LOSSES: dict[str, Loss] = {
         dppo,
         normalization.step_mean,
         "Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879",
+        reads_behaviour=True,
+        in_trl=False,
         cautions=(_sums_over_tokens,),
     ),
     "cispo": Loss(

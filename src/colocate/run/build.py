@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.losses import LOSSES
 from colocate.algorithms.objective import Objective
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints.best import BestCheckpoint
@@ -254,7 +255,7 @@ def build_window(model: nn.Module, args: GRPOConfig, device: torch.device) -> Tr
             "target_modules."
         )
     is_compared = args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None
-    is_compared = is_compared or args.loss_type == "dppo"
+    is_compared = is_compared or LOSSES[args.loss_type].reads_behaviour
     evaluates_all = (
         bool(rates or others) and is_compared and not arguments_of_model_generate(args.generation_kwargs)
     )
