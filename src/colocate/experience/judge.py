@@ -48,20 +48,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A scored generation batch. The members of its groups are this rank's, all else covers all ranks."""
+    """A scored generation batch. Members are this rank's, all else covers all ranks."""
 
     groups: list[Group]
+    members: list[list[Sample]]
+    """The samples of each of this rank's episodes, in the order in which these were played."""
     metrics: dict[str, float]
     table: CompletionTable
     num_tokens: int
     """The number of prompt tokens and of sampled tokens, over all ranks."""
     num_loss_tokens: int
     """The number of tokens that the loss counts, over all ranks."""
-
-    @property
-    def members(self) -> list[list[Sample]]:
-        """The samples of each of this rank's episodes, in the order in which these were played."""
-        return [member for group in self.groups for member in group.members]
 
     @property
     def samples(self) -> list[Sample]:
@@ -258,6 +255,7 @@ class Judge:
         }
         return Rollout(
             _groups(compared, [x.key for x in facts], members, own.start, request.num_generations),
+            members,
             metrics,
             _table(shares, compared),
             num_tokens=sum(x.num_prompt + x.num_sampled for x in facts),

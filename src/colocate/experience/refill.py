@@ -102,13 +102,22 @@ class RefillingSelector(Selector):
         for group in rollout.groups:
             (self._dull if self._is_dull(group, rollout) else self._kept).append(group)
         self._rollouts.append(rollout)
+        return [] if self._needs_more() else super().slices(self._batch(rollout, self._taken()), number)
+
+    def _needs_more(self) -> bool:
         is_short = len(self._kept) < self._num_wanted and self._num_left > 0
-        if is_short and len(self._rollouts) <= self._refill.max_refill_rounds:
-            return []
+        return is_short and len(self._rollouts) <= self._refill.max_refill_rounds
+
+    def _taken(self) -> list[Group]:
+        """The batch's groups; the next batch begins with none."""
         share = len(self._dull) / (len(self._dull) + len(self._kept))
         self._dull_share = share if self._dull_share is None else (share + self._dull_share) / 2
         groups = [*self._kept, *self._dull][: self._num_wanted]
         self._kept, self._dull, self._rollouts = [], [], []
+        return groups
+
+    def _batch(self, rollout: Rollout, groups: list[Group]) -> Rollout:
+        """The last rollout with the batch's groups, and an equal share of their members on each rank."""
         members = spread(
             [member for group in groups for member in group.members],
             rank=self._refill.process_index,
@@ -117,9 +126,7 @@ class RefillingSelector(Selector):
         )
         masks = [sample.completion_mask for member in members for sample in member]
         num_tokens = sum(ranks.of_all_ranks([int(torch.cat(masks).sum())]))
-        # From here on a rollout is its members, whichever group they are of.
-        batch = replace(groups[0], members=members)
-        return super().slices(replace(rollout, groups=[batch], num_loss_tokens=num_tokens), number)
+        return replace(rollout, groups=groups, members=members, num_loss_tokens=num_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """The share of dull groups, on which the next rollout's size depends."""
