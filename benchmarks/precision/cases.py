@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.rollout.cases import CASES, Case
-from colocate.engines.precisions import ROLLOUT_PRECISIONS as PRECISIONS
+from colocate.engines.native.options import ROLLOUT_PRECISIONS as PRECISIONS
 
 STEPS_PER_LOOK = 8
 """Decode steps from one look at a GPU to the next (`TritonBackend.steps_per_look`)."""

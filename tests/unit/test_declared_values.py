@@ -12,7 +12,7 @@ from colocate.config.declared_values import check_batch, check_values
 from colocate.config.grpo_config import GRPOConfig
 from colocate.config.honoured import default_of
 from colocate.config.run_config import RunConfig, parse_run
-from colocate.engines.names import OLDER_NAMES
+from colocate.engines.registry import OLDER_NAMES
 from colocate.options.declared import declared_types
 
 FIELDS = {f.name: f for record in (RunConfig, GRPOConfig) for f in dataclasses.fields(record)}

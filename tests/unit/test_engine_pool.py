@@ -30,10 +30,11 @@ from faulty_front import become_another, die, doubled, error_500, hang, late, re
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.http.lease import Run, ServerHeld
+from colocate.rollout_server.options import server_urls
 from colocate.rollout_server.trainer.client import CompletionRefused
 from colocate.rollout_server.trainer.patience import ALONE
 from colocate.rollout_server.trainer.pool import EnginePool
-from colocate.run.engines import EngineParts, build_engine, server_urls
+from colocate.run.engine import build_engine
 from colocate.serving.driver import Drawn, Driver, Job, Update
 from colocate.types import SamplingParams
 
@@ -244,8 +245,7 @@ def test_an_outage_of_all_that_is_short_is_no_end(make_fleet, caplog):
 def engine_of_options(fleet: Fleet, **options: Any) -> Any:
     urls = ", ".join(fake.base_url for fake in fleet.fakes)
     config = GRPOConfig(engine="vllm_server", vllm_server_base_url=urls, use_cpu=True, bf16=False, **options)
-    parts = EngineParts(fleet.model, config, Accelerator(cpu=True), SAMPLING, {})
-    return build_engine("rollout_server", parts)
+    return build_engine(fleet.model, config, Accelerator(cpu=True), SAMPLING)
 
 
 def test_the_option_makes_a_pool_of_its_servers(make_fleet, tmp_path_factory):

@@ -31,12 +31,12 @@ from colocate.http.lease import ServerHeld
 from colocate.http.messages import Message
 from colocate.options.run_file import read_overrides
 from colocate.rollout_server.native import serve as serve_module
+from colocate.rollout_server.options import server_urls
 from colocate.rollout_server.trainer import weight_push
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.patience import Patience, patience_among
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.wire.receiver import other_weights
-from colocate.run.engines import server_urls
 from colocate.serving import stepper as stepper_module
 from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
 from colocate.types import Prompt, SamplingParams

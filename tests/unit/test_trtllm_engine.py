@@ -21,13 +21,13 @@ from trtllm_stand_in import GPUS, NEWEST, OLDEST
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import EngineLost
+from colocate.engines.registry import ENGINES, EngineParts
 from colocate.engines.trtllm import arguments as arguments_module
 from colocate.engines.trtllm.arguments import OWN_ARGUMENTS, check_engine_kwargs, llm_arguments, older_rope
 from colocate.engines.trtllm.server import WORKER
 from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.parallel.ray_place import VARIABLE, RayPlace
-from colocate.run.engines import EngineParts, build_engine
 from colocate.types import SamplingParams
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -37,7 +37,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 def parts(tmp_path):
     options = GRPOConfig(output_dir=str(tmp_path), engine="trtllm", use_cpu=True, bf16=False)
     accelerator = SimpleNamespace(device=torch.device("cpu"))
-    return EngineParts(make_model("qwen3"), options, accelerator, SamplingParams(8), {})
+    return EngineParts(make_model("qwen3"), options.engine_options("trtllm"), accelerator, SamplingParams(8))
 
 
 # ── What is missing is said, with what to do ─────────────────────────────────────────────────────────────
@@ -58,14 +58,14 @@ def test_a_missing_package_is_an_error_with_the_extra(parts, missing, message, m
         arguments_module.importlib.util, "find_spec", lambda name: None if name == missing else name
     )
     with pytest.raises(ImportError, match=message):
-        build_engine("trtllm", parts)
+        ENGINES["trtllm"].make(parts)
 
 
 def test_an_interpreter_that_is_not_there_is_refused(parts):
     pytest.importorskip("ray")
     parts.options.trtllm_python = "/nowhere/python"
     with pytest.raises(ValueError, match=r"trtllm_python='/nowhere/python' is no file on this node"):
-        build_engine("trtllm", parts)
+        ENGINES["trtllm"].make(parts)
 
 
 def test_a_run_without_ray_is_told_how_to_start(parts, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_run_without_ray_is_told_how_to_start(parts, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     parts.options.trtllm_python = sys.executable
     with pytest.raises(ValueError, match=r"not started in one. Start the run with --launcher ray"):
-        build_engine("trtllm", parts)
+        ENGINES["trtllm"].make(parts)
 
 
 # ── Options ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.checkpoints.stop_signals import stop_event
 from colocate.commands.arguments import MODEL_HELP, add_base, add_command
-from colocate.engines.names import OLDER_NAMES
+from colocate.engines.registry import OLDER_NAMES
 from colocate.http.key import VARIABLE, ServerKey, is_loopback, key_from_environment
 from colocate.options.requirements import AT_LEAST_ONE, check_range
 from colocate.serving.installed import check_installed
@@ -222,7 +222,7 @@ def _options(known: argparse.Namespace) -> dict[str, Any]:
 
 def _engine(loaded: LoadedModel) -> RolloutEngine:
     """The engine that the configuration names; awake, and with the model's weights."""
-    from colocate.run.engines import engine_of_auto
+    from colocate.run.engine import engine_of_auto
     from colocate.types import SamplingParams
 
     model, config = loaded.model, loaded.config

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from colocate.config.batch_sizes import derive_batch_sizes
 from colocate.config.honoured import CHOICES, MAY_BE_INFINITE, RANGES
-from colocate.engines.names import OLDER_NAMES
+from colocate.engines.registry import OLDER_NAMES
 from colocate.options.declared import declared_defaults, declared_types
 from colocate.options.requirements import OneOf, Requirement, check_choice, check_range
 from colocate.options.values import as_read, coerce

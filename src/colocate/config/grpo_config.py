@@ -31,11 +31,14 @@ from colocate.config.honoured import (
     default_of,
 )
 from colocate.config.launchers import translate
-from colocate.config.nested import check_accelerator_config, read_generation_kwargs
+from colocate.config.nested import check_accelerator_config, read_engine_kwargs, read_generation_kwargs
 from colocate.config.rollout_precision import resolve_correction
 from colocate.data.encoding import check_template_arguments
-from colocate.engines.names import ENGINE_NAMES, OLDER_NAMES
-from colocate.engines.precisions import ROLLOUT_PRECISIONS
+from colocate.engines.native.options import NativeOptions
+from colocate.engines.options import EngineOptions
+from colocate.engines.registry import OLDER_NAMES, engine_of
+from colocate.engines.trtllm.options import TRTLLMOptions
+from colocate.engines.vllm.options import VLLMOptions
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.options.names import TWINS, override, resolve, with_present_names
 from colocate.options.redaction import check_complete, redacted
@@ -51,6 +54,7 @@ from colocate.options.requirements import (
     POSITIVE,
     SHARE,
     TEMPERATURE,
+    TIMEOUT,
     OneOf,
     Requirement,
     check_choice,
@@ -61,21 +65,29 @@ from colocate.options.requirements import (
 from colocate.options.values import coerce, nearest, types_of
 from colocate.parallel.meeting import meet, meeting
 from colocate.parallel.watch import begin_watch
+from colocate.rollout_server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 SHARD_CHOICES: tuple[Any, ...] = ("auto", "none", 1, 2, 4, 8)
 
-_Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
+_Record = TypeVar("_Record")
 
 _TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
 _THREADS = Requirement("must be 0 to 1,024 threads", lambda v: 0 <= v <= 1024)
 _SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
-_TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
 
 
 @dataclass(repr=False)
-class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
+class GRPOConfig(
+    NativeOptions,
+    VLLMOptions,
+    ServerOptions,
+    TRTLLMOptions,
+    AdvantageOptions,
+    ObjectiveParams,
+    TrainingArguments,
+):
     """Options of a GRPO run: those of TRL 1.16's `GRPOConfig` and of `transformers.TrainingArguments`.
 
     Differences from TRL: `bf16=None` means True only where the device is a GPU that has bfloat16;
@@ -93,6 +105,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         "chat_template_kwargs",
         "vllm_engine_kwargs",
         "trtllm_engine_kwargs",
+        "engine_kwargs",
     ]
 
     # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
@@ -178,36 +191,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
     machine share one copy of the weights, too, and decode together. "auto": 1, as far as the optimizer steps
     on each value by itself."""
-    decode_shard: Annotated[int | None, AT_LEAST_ONE] = None
-    """With shard=2, 4 or 8: how many of the processes that share the weights decode together, a divisor of
-    shard. Fewer than shard gather weights for each rollout: they need memory for them and spend less time in
-    sums, and 1 can play episodes of several turns. None: as many as shard."""
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
-    engine: Annotated[str, OneOf(("auto", *ENGINE_NAMES))] = "auto"
-    """What generates the completions. "native": decodes with the trainer's own parameters (supported
-    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "rollout_server": a
-    server on other GPUs or machines, of the native engine or of vLLM (`colocate rollout-serve`); also written
-    "vllm_server". "trtllm": TensorRT-LLM on the ranks' GPUs, with
-    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the
-    server with use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm"
-    if not and use_vllm=True, and "transformers" in all other cases."""
-    max_num_seqs: Annotated[int | None, FEW] = None
-    """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
-    engine="vllm" that engine's own default. With engine="rollout_server" it is the number of requests, for a
-    prompt or a turn, that are with the server at a time (None: 512); the server's own `--max-num-seqs` says
-    how many sequences that decodes."""
-    page_size: Annotated[int | None, AT_LEAST_ONE] = None
-    """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
-    kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
-    """How many tokens the KV cache holds. None: as many as a rollout can use, if memory allows."""
-    rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS), IN_COMPLETIONS] = "bf16"
-    """In how many bits the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
-    values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
-    multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
     """What the logits are divided by, both when completions are sampled and when they are trained on."""
@@ -229,58 +217,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Arguments of the tokenizer's `apply_chat_template` for conversational prompts. With
     continue_final_message: true, completions continue the last message of prompts that end with one of the
     assistant."""
-    vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
-    """The most tokens that prompt and completion may have together. None: the model's own limit."""
-
-    # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
-
-    vllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
-    """How many consecutive processes run one vLLM together; must divide the number of processes. 1: each
-    process has a vLLM of its own."""
-    vllm_gpu_memory_utilization: Annotated[float | None, SHARE] = None
-    """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when vLLM starts, less
-    the optimizer's moments; if `vllm_max_model_length` is set, the KV cache is no larger than a rollout can
-    fill. (TRL: 0.3)"""
-    vllm_enable_sleep_mode: bool | None = None
-    """Let vLLM hand its memory to training and get it back in every step. None: True. (TRL: False)"""
-    vllm_model_impl: Annotated[str, OneOf(("auto", "vllm", "transformers"))] = "vllm"
-    """Which implementation of the model vLLM runs: "vllm" (its own), "transformers" or "auto"."""
-    vllm_weights: Annotated[str, OneOf(("auto", "shared", "buckets"))] = "auto"
-    """Which weights vLLM reads. "shared": the trainer's own parameters. "buckets": a copy with adapters
-    merged, renewed before each rollout. "auto": "shared" where possible (full fine-tuning of Llama, Mistral
-    and Qwen models with one GPU per vLLM), else "buckets"."""
-    vllm_engine_kwargs: dict[str, Any] | None = None
-    """Further arguments of `vllm.LLM`."""
-
-    # ── Rollout by servers (engine="rollout_server") ───────────────────────────────────────────────────────
-
-    rollout_server_base_url: str | None = None
-    """The server's address, such as "http://node7:8000", or those of several, separated by commas. None:
-    `rollout_server_host` and `rollout_server_port`."""
-    rollout_server_host: str = "0.0.0.0"
-    """The server's host, if no address is given; 0.0.0.0: this machine."""
-    rollout_server_port: Annotated[int, PORT] = 8000
-    """The server's port, if no address is given."""
-    rollout_server_timeout: Annotated[float, _TIMEOUT] = 240.0
-    """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
-    until it goes on after somebody has paused it."""
-    vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
-    """What to do when the server dies or hangs, or the last of several. "error": stop the run. "wait": wait
-    until one is back, and generate again what was lost."""
-    vllm_group_host: str | None = None
-    """The address at which the server's workers reach this process for NCCL. None: the address that this
-    machine has towards the server."""
-    vllm_group_port: Annotated[int, PORT] = 51216
-
-    # ── Rollout by TensorRT-LLM (engine="trtllm") ────────────────────────────────────────────────────────
-
-    trtllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
-    """How many consecutive ranks have one TensorRT-LLM together; must divide the number of ranks."""
-    trtllm_engine_kwargs: dict[str, Any] | None = None
-    """Further arguments of `tensorrt_llm.AsyncLLM`."""
-    trtllm_python: str | None = None
-    """The interpreter of an environment that has TensorRT-LLM, colocate and Ray, on every node. None: the
-    ranks' own."""
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -393,7 +329,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     vllm_server_base_url: str | None = None
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: Annotated[int, PORT] = 8000
-    vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
+    vllm_server_timeout: Annotated[float, TIMEOUT] = 240.0
     vllm_importance_sampling_cap: float | None = None
     vllm_max_model_len: int | None = None
     vllm_guided_decoding_regex: str | None = None
@@ -558,6 +494,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory for the run.")
         check_report_to(self.report_to or ())
+        self.engine_options(self.engine)
         check_template_arguments(self.chat_template_kwargs)
         if self.offload_scorers and self.sync_ref_model:
             raise ValueError(
@@ -600,10 +537,25 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     __str__ = __repr__
 
-    def options_of(self, record: type[_Record]) -> _Record:
+    def options_of(self, record: type[_Record], **further: Any) -> _Record:
         """The options that one part of the run reads, with the values that they have now.
 
         Args:
-            record: the base class of `GRPOConfig` that declares them, such as `ObjectiveParams`.
+            record: the class that declares them, such as `ObjectiveParams`; a base class of `GRPOConfig`.
+            further: fields of the record that `GRPOConfig` does not have.
         """
-        return record(**{field.name: getattr(self, field.name) for field in fields(record)})
+        names = {field.name for field in fields(record)} & self.__dataclass_fields__.keys()  # type: ignore[arg-type]
+        return record(**{name: getattr(self, name) for name in names}, **further)
+
+    def engine_options(self, engine: str) -> EngineOptions:
+        """The options of an engine, those in `engine_kwargs` included.
+
+        Args:
+            engine: a value of the option `engine`.
+
+        Raises:
+            ValueError: `engine_kwargs` has what the engine does not take.
+        """
+        record = EngineOptions if engine == "auto" else engine_of(engine).record
+        own = read_engine_kwargs(self.engine_kwargs, engine, record, self.__dataclass_fields__)
+        return self.options_of(record, **own)

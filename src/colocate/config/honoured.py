@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from colocate.config.rollout_precision import check_precision
+from colocate.engines.registry import ENGINES
 from colocate.options.names import ALIASES, OF_TRL
 from colocate.options.requirements import (
     AT_LEAST_ONE,
@@ -30,6 +31,7 @@ from colocate.options.requirements import (
     INTERVAL,
     NOT_NEGATIVE,
     UPPER_BOUNDS,
+    Elsewhere,
     Requirement,
     check_choice,
 )
@@ -62,10 +64,21 @@ HONOURED_OF_TRANSFORMERS: frozenset[str] = _names(
 )
 """Options of `TrainingArguments` that are honoured as its documentation says."""
 
+
+def _of_engines(*, refused: bool) -> dict[str, str]:
+    """The options that one engine alone has, with the reason why they are not needed, or refused, with
+    another."""
+    found = {}
+    for engine in ENGINES.values():
+        for name, hint in engine.own_options.items() if engine.unread else ():
+            marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Elsewhere)]
+            mark = marks[0] if marks else Elsewhere(engine.unread)
+            if mark.is_refused == refused:
+                found[name] = mark.reason
+    return found
+
+
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
-_ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
-_ONLY_SERVER = "only a rollout server needs it; set engine='rollout_server' to generate with one"
-_ONLY_TRTLLM = "only TensorRT-LLM reads it; set engine='trtllm' to generate with it"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
@@ -76,26 +89,12 @@ _OWN_KERNELS = (
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 
 UNNECESSARY: dict[str, str] = {
+    **_of_engines(refused=False),
     "use_vllm": "the native engine generates on the trainer's GPU already. vLLM is started only for a model "
     "that is not supported natively (Llama, Mistral, Qwen2, Qwen3 and Phi-3 are), or with engine='vllm'",
-    "vllm_gpu_memory_utilization": _SHARED,
-    "vllm_enable_sleep_mode": "the KV cache always gives back before training what training needs",
-    "vllm_engine_kwargs": _ONLY_VLLM,
-    "vllm_weights": _ONLY_VLLM,
-    "vllm_model_impl": "the native engine runs the trainer's own parameters",
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,
     "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
-    "rollout_server_base_url": _ONLY_SERVER,
-    "rollout_server_host": _ONLY_SERVER,
-    "rollout_server_port": _ONLY_SERVER,
-    "rollout_server_timeout": _ONLY_SERVER,
-    "vllm_on_server_loss": _ONLY_SERVER,
-    "vllm_group_host": _ONLY_SERVER,
-    "vllm_group_port": _ONLY_SERVER,
-    "trtllm_tensor_parallel_size": _ONLY_TRTLLM,
-    "trtllm_engine_kwargs": _ONLY_TRTLLM,
-    "trtllm_python": _ONLY_TRTLLM,
     "ds3_gather_for_generation": "only read under DeepSpeed ZeRO-3",
     "pad_to_multiple_of": "sequences are packed, never padded",
     "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
@@ -154,10 +153,9 @@ UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
 whether the user has set them: only the run file or the command line does."""
 
 REFUSED: dict[str, str] = {
+    **_of_engines(refused=True),
     "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set "
     "engine='rollout_server', or vllm_mode='colocate'",
-    "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
-    "use 1: each device generates its own share of the completions, or set engine='vllm'",
     "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
     "the format in a reward function instead",
     "log_completions_hub_repo": "completions are written to output_dir; upload that directory instead",
@@ -178,44 +176,11 @@ REFUSED: dict[str, str] = {
 }
 
 HONOURED_BY: dict[str, frozenset[str]] = {
-    "vllm": _names(
-        """
-        use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_model_impl
-        vllm_engine_kwargs vllm_weights
-        """
-    ),
-    "rollout_server": _names(
-        """
-        use_vllm vllm_mode rollout_server_base_url rollout_server_host rollout_server_port
-        rollout_server_timeout vllm_on_server_loss vllm_group_host vllm_group_port
-        """
-    ),
-    "trtllm": _names("trtllm_tensor_parallel_size trtllm_engine_kwargs trtllm_python"),
+    engine.name: frozenset({*engine.own_options, *engine.asked_for_by})
+    for engine in ENGINES.values()
+    if engine.unread
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
-
-_BEHIND_SERVE = "{0} on the server's own command line (`colocate rollout-serve`; {0})"
-
-REPLACED_BY: dict[str, dict[str, str]] = {
-    "vllm": {
-        "page_size": "vllm_engine_kwargs={'block_size': ...}",
-        "kv_cache_tokens": "vllm_gpu_memory_utilization, or "
-        "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
-    },
-    "rollout_server": {
-        "page_size": _BEHIND_SERVE.format("vLLM: -- --block-size"),
-        "kv_cache_tokens": _BEHIND_SERVE.format(
-            "native: --kv_cache_tokens, vLLM: -- --kv-cache-memory-bytes"
-        ),
-    },
-    "trtllm": {
-        "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",
-        "vllm_gpu_memory_utilization": "trtllm_engine_kwargs={'kv_cache_config': "
-        "{'free_gpu_memory_fraction': ...}}",
-        "vllm_engine_kwargs": "trtllm_engine_kwargs",
-    },
-}
-"""By an engine's name, options that it does not read, and what to set with it instead."""
 
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
@@ -306,7 +271,7 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
 
     Raises:
         ValueError: an option in `REFUSED`, or unknown here, does not have its default; or one is set that
-            another option replaces with this engine (`REPLACED_BY`).
+            another option replaces with this engine.
     """
     is_undecided = config.engine == "auto" and config.use_vllm
     # The notice about use_vllm itself is due whatever the engine turns out to be.
@@ -320,7 +285,8 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
         judged = waiting
     defaults = {field.name: default_of(field) for field in fields(config)}
     check_precision(config, engine)
-    for name, remedy in REPLACED_BY.get(engine, {}).items():
+    replaced = ENGINES[engine].replaced if engine in ENGINES else {}
+    for name, remedy in replaced.items():
         if getattr(config, name) != defaults[name]:
             value = shown(getattr(config, name), name)
             raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from colocate.weights.adapters import unreproducible_adapter
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
 from colocate.weights.layouts import causal_lm, num_embeddings
+
+if TYPE_CHECKING:
+    from colocate.engines.registry import EngineParts
 
 
 class TransformersEngine(TurnEngine):
@@ -223,6 +226,16 @@ class TransformersEngine(TurnEngine):
                 )
             )
         return completions
+
+
+def build(parts: EngineParts) -> TransformersEngine:
+    """`model.generate` of the run's model, with the arguments that only it knows."""
+    return TransformersEngine(
+        parts.model,
+        pad_token_id=causal_lm(parts.model).generation_config.pad_token_id,
+        max_num_seqs=parts.options.max_num_seqs or 64,
+        generation_kwargs=parts.generate_kwargs,
+    )
 
 
 class _DrawTokens(LogitsProcessor):

@@ -18,26 +18,18 @@ from typing import Any, NamedTuple
 
 from colocate.options.values import nearest, shown
 
-CLASSES = {
-    "RunConfig": "config/run_config.py",
-    "GRPOConfig": "config/grpo_config.py",
-    "AdvantageOptions": "algorithms/advantages.py",
-    "ObjectiveParams": "algorithms/objective_params.py",
-    "LossOptions": "algorithms/losses.py",
-}
-"""The file of each class that declares options, a class before its base classes."""
 FIRST_HEADING = {"RunConfig": "What to train on what"}
-_DECLARING = (*CLASSES, "TrainingArguments")
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _PACKAGE = Path(__file__).parents[1]
 _DEFINED_IN = {"transformers": "transformers.training_args"}
 """The module that defines what a package imports from it and hands on."""
-_LIGHT = ("typing", "colocate.options.requirements")
+_LIGHT = ("typing", "colocate.options.requirements", "colocate.engines.registry")
 """Modules that declarations use and that are imported, since that takes no time."""
+_ROOTS = {"RunConfig": _PACKAGE / "config/run_config.py", "GRPOConfig": _PACKAGE / "config/grpo_config.py"}
 
 
 class Option(NamedTuple):
-    """A field of one of `CLASSES`; `default` and `annotation` are its source text."""
+    """A field of a class that declares options; `default` and `annotation` are its source text."""
 
     name: str
     default: str
@@ -46,11 +38,27 @@ class Option(NamedTuple):
     annotation: str
 
 
+@functools.cache
+def classes() -> dict[str, Path]:
+    """The file of each class of this package that declares options of a run, a class before its bases."""
+    found: dict[str, Path] = {}
+
+    def add(class_name: str, file: Path) -> None:
+        found.pop(class_name, None)
+        found[class_name] = file
+        for base_file, base_name in _bases(_parsed(file), file, class_name):
+            if base_file.is_relative_to(_PACKAGE):
+                add(base_name, base_file)
+
+    for class_name, file in _ROOTS.items():
+        add(class_name, file)
+    return found
+
+
 def options_of(class_name: str) -> Iterator[Option]:
-    """The options that one of `CLASSES` declares itself, in order, each with the heading above it."""
-    source = (_PACKAGE / CLASSES[class_name]).read_text(encoding="utf-8")
-    source_lines = source.splitlines()
-    module = ast.parse(source)
+    """The options that one of `classes()` declares itself, in order, each with the heading above it."""
+    source_lines = classes()[class_name].read_text(encoding="utf-8").splitlines()
+    module = _parsed(classes()[class_name])
     definition = _definition(module, class_name)
     heading, last_line = FIRST_HEADING.get(class_name, ""), definition.lineno
     for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
@@ -177,10 +185,11 @@ def declared_defaults() -> dict[str, Any]:
 
 def _defaults_of(module: ast.Module) -> dict[str, ast.expr]:
     """The defaults that the classes of a module declare, by the names of fields."""
-    classes = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in _DECLARING]
+    declaring = (*classes(), "TrainingArguments")
+    found = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in declaring]
     return {
         node.target.id: node.value
-        for definition in classes
+        for definition in found
         for node in definition.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None
     }
@@ -201,33 +210,36 @@ def _declarations() -> dict[str, tuple[ast.expr, ast.Module]]:
     """Each option's annotation, inherited ones included, and the module that it is in."""
     return {
         name: declaration
-        for class_name, file in CLASSES.items()
-        for name, declaration in _fields(_PACKAGE / file, class_name).items()
+        for class_name, file in _ROOTS.items()
+        for name, declaration in _fields(file, class_name).items()
     }
 
 
 def _fields(file: Path, class_name: str) -> dict[str, tuple[ast.expr, ast.Module]]:
     """The annotations of a class's fields and of those that it inherits."""
     module = _parsed(file)
-    definition = _definition(module, class_name)
+    found: dict[str, tuple[ast.expr, ast.Module]] = {}
+    for base_file, base_name in reversed(_bases(module, file, class_name)):
+        found |= _fields(base_file, base_name)
+    for node in _definition(module, class_name).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = (node.annotation, module)
+    return found
+
+
+def _bases(module: ast.Module, file: Path, class_name: str) -> list[tuple[Path, str]]:
+    """The file of each base class, and its name there."""
     sources = {
         alias.asname or alias.name: (node.module, alias.name)
         for node in module.body
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    found: dict[str, tuple[ast.expr, ast.Module]] = {}
-    for base in reversed(definition.bases):
-        if not isinstance(base, ast.Name):
-            continue
-        if base.id in sources:
-            imported_from, name = sources[base.id]
-            found |= _fields(_file_of(imported_from), name)
-        else:
-            found |= _fields(file, base.id)
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = (node.annotation, module)
+    found = []
+    for base in _definition(module, class_name).bases:
+        if isinstance(base, ast.Name):
+            imported_from, name = sources.get(base.id, (None, base.id))
+            found.append((_file_of(imported_from) if imported_from else file, name))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-from colocate.options.declared import CLASSES, Option, options_of
+from colocate.options.declared import Option, classes, options_of
 
 _WIDEST, _INDENT = 110, " " * 8
 _REFUSED = "Accepted so that existing scripts run"
@@ -66,15 +66,24 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
 """Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
 
 
+_ORDER = (
+    *("What to train on what", *_INHERITED, "Defaults that differ from TrainingArguments", "Model"),
+    *("Batches. All batch sizes count completions, not prompts", "Rollout"),
+    'Rollout by vLLM (engine="vllm"); the native engine has no use for these',
+    'Rollout by servers (engine="rollout_server")',
+    'Rollout by TensorRT-LLM (engine="trtllm")',
+)
+"""The first headings; others follow as they stand in the sources."""
+
+
 def option_sections() -> dict[str, list[Option]]:
-    """All options by heading, in the order of their classes' sources; transformers' options follow
-    `RunConfig`'s.
+    """All options by heading; transformers' options follow `RunConfig`'s.
 
     Under a heading that several classes have, the options of a base class come first. Options that are
     accepted and do nothing are left out.
     """
     sections: dict[str, list[Option]] = {}
-    for class_name in CLASSES:
+    for class_name in classes():
         own: dict[str, list[Option]] = {}
         for option in options_of(class_name):
             own.setdefault(option.heading, []).append(option)
@@ -86,7 +95,8 @@ def option_sections() -> dict[str, list[Option]]:
                     Option(name, str(default), text, heading, "")
                     for name, (default, text) in inherited.items()
                 ]
-    return {name: options for name, options in sections.items() if not name.startswith(_REFUSED)}
+    order = [name for name in (*_ORDER, *sections) if name in sections and not name.startswith(_REFUSED)]
+    return {name: sections[name] for name in order}
 
 
 def option_help() -> str:

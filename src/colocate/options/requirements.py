@@ -40,6 +40,7 @@ NOT_NEGATIVE = Requirement("must not be negative", lambda v: v >= 0)
 FRACTION = Requirement("must lie between 0 and 1", lambda v: 0 <= v <= 1)
 SHARE = Requirement("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Requirement("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
+TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
 PORT = Requirement("must be a port, 1 to 65535", lambda v: 1 <= v <= 65535)
 INTERVAL = Requirement(
     "must be a whole number of steps, at least 1, or a share of the run between 0 and 1; for never set the "
@@ -56,6 +57,13 @@ class OneOf:
     """The values that an option takes, names or numbers, in the order in which an error lists them."""
 
     names: Collection[Any]
+
+
+class Elsewhere(NamedTuple):
+    """The reason why an option of one engine has no effect with another, or must not be set with it."""
+
+    reason: str
+    is_refused: bool = False
 
 
 class Mark:

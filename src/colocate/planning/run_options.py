@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.footprint import decode_bytes
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.engines.registry import engine_of
 from colocate.memory.sharding import Sharding
 from colocate.memory.workload import VLLMDemand, Workload
 from colocate.planning.hardware import Cluster, find_gpu
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 ASSUMED_PROMPT_TOKENS = 512
 """Tokens that the longest prompt is assumed to have if `max_prompt_length` is not set."""
 
-_PLANNED_AS: dict[str, Any] = {"vllm": "vllm", "rollout_server": "rollout_server", "trtllm": "vllm"}
-"""What the planner takes an engine for, by its name; all others are planned as the native engine."""
-
 
 def workload_of(
     args: GRPOConfig,
@@ -45,7 +43,16 @@ def workload_of(
     is_gpu: bool,
     has_cudnn: bool = False,
 ) -> Workload:
-    """What a run with these options asks of one rank's device."""
+    """The memory and work that a run with these options asks of one rank's device.
+
+    Raises:
+        ValueError: the engine is of another distribution, which does not say what memory it takes.
+    """
+    if (engine := _planned_as(args.engine)) is None:
+        raise ValueError(
+            f"engine={args.engine!r} is not planned: the distribution that brings it does not say which "
+            "engine's memory it takes (`Engine.planned_as`)."
+        )
     assert args.generation_batch_size and args.steps_per_generation, "GRPOConfig derives them"
     rows, page_size = default_sizes("cuda" if is_gpu else "cpu")
     max_num_seqs = args.max_num_seqs or rows
@@ -73,7 +80,7 @@ def workload_of(
         scorers_sleep=args.offload_scorers,
         entropy_gradient=args.has_entropy_bonus,
         has_cudnn=has_cudnn,
-        engine=_PLANNED_AS.get(args.engine, "native"),
+        engine=engine,
         vllm=_demand_of_trtllm(args)
         if args.engine == "trtllm"
         else VLLMDemand(
@@ -88,6 +95,10 @@ def workload_of(
             num_devices=args.vllm_tensor_parallel_size,
         ),
     )
+
+
+def _planned_as(engine: str) -> Literal["native", "vllm", "rollout_server"] | None:
+    return "native" if engine == "auto" else engine_of(engine).planned_as
 
 
 def _demand_of_trtllm(args: GRPOConfig) -> VLLMDemand:
@@ -170,10 +181,10 @@ def planner_for(model: nn.Module, args: GRPOConfig, sharding: Sharding | None = 
 
     Returns:
         None if nothing can be planned: on a CPU, for a model that is not supported natively, which trains
-        padded, and with an optimizer whose state is not known.
+        padded, and with an optimizer whose state or an engine whose memory is not known.
     """
     parameter = next(model.parameters())
-    if parameter.device.type != "cuda" or not has_layout(model):
+    if parameter.device.type != "cuda" or not has_layout(model) or _planned_as(args.engine) is None:
         return None
     if OptimizerNames(args.optim).value not in MOMENTS_BYTES or args.optim_args:
         return None  # `optim_args` may add state: momentum to SGD's none

@@ -12,12 +12,15 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.config.honoured import check_support
 from colocate.config.nested import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.engines.base import RolloutEngine
+from colocate.engines.registry import EngineParts, engine_of
+from colocate.engines.vllm import environment
+from colocate.parallel.decode_mesh import check_decode_parts
 from colocate.parallel.mesh import Mesh
-from colocate.run import engines
-from colocate.run.engines import EngineParts, engine_of_auto
 from colocate.types import SamplingParams
 from colocate.weights.context_length import longest_context
-from colocate.weights.layouts import causal_lm
+from colocate.weights.fully_sharded import is_fully_sharded
+from colocate.weights.layouts import causal_lm, why_no_layout
+from colocate.weights.weight_parts import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +32,14 @@ def build_engine(
     sampling: SamplingParams,
     mesh: Mesh | None = None,
 ) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native engine wherever that can run.
+    """The engine that `args.engine` names; "auto" takes the native engine wherever that can run. It
+    is asleep.
 
     Raises:
-        ImportError: engine="vllm" without a vLLM that is supported.
-        ValueError: an option that the engine which "auto" has come to does not support; `context_length`.
+        ImportError: what the engine is made of is not installed, or not in a version that is supported.
+        ValueError: an option that the engine which "auto" has come to does not support; `context_length`;
+            another engine than the native one would have to read weights that ranks share, or these cannot
+            decode as `decode_shard` says.
     """
     context_length(model, args)  # before anything is started: what no engine may be asked for
     name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
@@ -44,7 +50,86 @@ def build_engine(
         for notice in check_support(args, name):
             if accelerator.is_main_process:
                 logger.warning(notice)
-    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments, mesh))
+    check_weight_parts(name, model, args.decode_shard, mesh)
+    assert args.generation_batch_size, "GRPOConfig derives it"
+    return engine_of(name).make(
+        EngineParts(
+            model,
+            args.engine_options(name),
+            accelerator,
+            sampling,
+            arguments,
+            mesh,
+            output_dir=args.output_dir or ".",
+            trust_remote_code=args.trust_remote_code,
+            reserve_bytes=0 if args.offload_optimizer else _moments_bytes(model, args, mesh),
+            num_seqs=max(args.generation_batch_size // args.world_size, args.per_device_eval_batch_size),
+        )
+    )
+
+
+def check_weight_parts(name: str, model: nn.Module, decode_shard: int | None, mesh: Mesh | None) -> None:
+    """Raises ValueError if an engine cannot read the weights that the ranks of `mesh` share."""
+    num_parts = 1 if mesh is None else mesh.num_weight_parts
+    if decode_shard is not None and decode_shard != num_parts:
+        check_decode_parts(num_parts, decode_shard)
+    if num_parts > 1 and is_fully_sharded(model) and decode_shard not in (None, 1):
+        raise ValueError(
+            f"decode_shard={decode_shard} lets {decode_shard} processes decode together, which needs a model "
+            "with a layout; weights that FSDP2 splits are gathered, and every process generates alone. Set "
+            "decode_shard=1 or None."
+        )
+    if num_parts > 1 and is_fully_sharded(model) and name == "rollout_server":
+        raise ValueError(
+            f"engine={name!r} cannot be sent weights that {num_parts} processes share by FSDP2 "
+            f"(shard={num_parts}). Set engine='vllm' or 'transformers', or shard=1, with which every process "
+            "has a copy."
+        )
+    if num_parts > 1 and not is_fully_sharded(model) and name != "native":
+        raise ValueError(
+            f"engine={name!r} cannot generate where {num_parts} processes share one copy of the weights "
+            f"(shard={num_parts}); the native engine can. Set engine='native', or shard=1, with which every "
+            "process has a copy."
+        )
+
+
+def engine_of_auto(
+    model: nn.Module, *, use_vllm: bool, generate_arguments: str = ""
+) -> tuple[str, str | None]:
+    """The engine that engine="auto" chooses for a model, and the reason if it is not the native engine.
+
+    Args:
+        use_vllm: prefer an installed vLLM to `model.generate` where the model has no layout.
+        generate_arguments: the arguments asked for that only `model.generate` knows, in words.
+    """
+    if generate_arguments:
+        return "transformers", (
+            f"generation_kwargs asks for {generate_arguments}, which the native engine does not support (it "
+            "samples from the policy, without beams): completions come from transformers' model.generate, "
+            "which is slower and tells no log-probs."
+        )
+    if (reason := why_no_layout(model)) is None:
+        return "native", None
+    name = "vllm" if use_vllm and environment.installed_version() is not None else "transformers"
+    return name, (
+        f"The native engine cannot run this model ({reason}): completions come from "
+        + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
+    )
+
+
+def chosen_engine(args: GRPOConfig, model: nn.Module) -> str:
+    """The name of the engine that generates for a model; engine="auto" chooses it."""
+    if args.engine != "auto":
+        return args.engine
+    arguments = in_words(arguments_of_model_generate(args.generation_kwargs))
+    return engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=arguments)[0]
+
+
+def _moments_bytes(model: nn.Module, args: GRPOConfig, mesh: Mesh | None) -> int:
+    """Bytes of Adam's two float32 moments, which exist from the first step on and stay during rollouts."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = sum(local_part(parameter).numel() for parameter in trained)
+    return 8 * num_trained // (mesh.num_replicas if mesh is not None and args.shard != "none" else 1)
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

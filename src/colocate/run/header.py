@@ -10,23 +10,16 @@ from torch import nn
 
 from colocate.checkpoints import sealed
 from colocate.config.grpo_config import GRPOConfig
-from colocate.engines.base import RolloutEngine
+from colocate.config.nested import arguments_of_model_generate
+from colocate.engines.registry import engine_of
 from colocate.memory.train_plan import TrainPlan
 from colocate.parallel.mesh import Mesh
 from colocate.reporting.messages import short_path
 from colocate.reporting.run_log import earlier_record
+from colocate.run.engine import chosen_engine
 from colocate.run.record import Run
 from colocate.weights.layouts import causal_lm, why_no_layout
 from colocate.weights.weight_parts import sizes_of
-
-_ENGINES = {
-    "NativeEngine": "native, which decodes on the trainer's own weights",
-    "TransformersEngine": "transformers' model.generate, which is slow",
-    "GatheredEngine": "native, which gathers the trainer's weights for each rollout",
-    "VLLMEngine": "vLLM in this process",
-    "RolloutServerEngine": "a rollout server",
-    "TRTLLMEngine": "TensorRT-LLM beside the ranks",
-}
 
 
 def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
@@ -36,7 +29,7 @@ def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
         resumes: the run goes on from a checkpoint, and so continues the record that it finds.
     """
     lm = causal_lm(run.model)
-    kind = type(run.engine).__name__
+    words = engine_of(chosen_engine(run.args, run.model)).words
     splits_optimizer, decode_shard = run.policy.optimizer.is_split, run.args.decode_shard
     checkpoints = sealed.list_checkpoints(run.args.run_dir)
     record = None if resumes else earlier_record(run.args.run_dir, has_checkpoints=bool(checkpoints))
@@ -44,7 +37,7 @@ def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
     return {
         "model": lm.config.name_or_path or type(lm).__name__,
         "size": _size(run.model),
-        "engine": f"{_ENGINES.get(kind, kind)}; {_why(run.args, run.model, run.engine)}",
+        "engine": f"{words}; {_why(run.args, run.model)}",
         "rewards": ", ".join(run.judge.reward_functions.names),
         **({} if run.player.words is None else {"turns": run.player.words}),
         "prompts": _prompts(run.train_dataset, run.eval_dataset),
@@ -74,12 +67,12 @@ def _in_words(count: int) -> str:
     return f"{count:,}"
 
 
-def _why(args: GRPOConfig, model: nn.Module, engine: RolloutEngine) -> str:
+def _why(args: GRPOConfig, model: nn.Module) -> str:
     if args.engine != "auto":
         return f"engine={args.engine!r}"
     if (reason := why_no_layout(model)) is not None:
         return f"engine='auto', and the native engine cannot run this model: {reason}"
-    if type(engine).__name__ == "TransformersEngine":
+    if arguments_of_model_generate(args.generation_kwargs):
         return "engine='auto', and generation_kwargs asks for what only it does"
     return f"engine='auto', and {type(causal_lm(model)).__name__} is known to the native engine"
 

@@ -10,7 +10,7 @@ which a rank receives 2 P (1 / t' - 1 / t) in each rollout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.options import NativeOptions
 from colocate.memory.arena import Arena, ArenaExhausted
 from colocate.parallel.collectives import all_gather
 from colocate.parallel.decode_mesh import DecodeMesh
+from colocate.parallel.mesh import Mesh
 from colocate.weights.adapters import base_linear
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, layout_for
 from colocate.weights.weight_parts import Split, split_weights, splits_of, storage_of
+
+if TYPE_CHECKING:
+    from colocate.engines.registry import EngineParts
 
 ALIGNMENT_BYTES = 512
 
@@ -208,3 +213,20 @@ class GatheredEngine(NativeEngine):
     def close(self) -> None:
         super().close()
         self._gathered.close()
+
+
+def build(parts: EngineParts) -> NativeEngine:
+    """The native engine, which gathers weights for each rollout if fewer ranks decode together than share
+    them."""
+    options: NativeOptions = parts.options
+    mesh, decode_shard = parts.mesh or Mesh(None), options.decode_shard
+    arguments: dict[str, Any] = dict(
+        max_num_seqs=options.max_num_seqs,
+        page_size=options.page_size,
+        kv_cache_tokens=options.kv_cache_tokens,
+        max_model_len=options.vllm_max_model_length,
+        rollout_precision=options.rollout_precision,
+    )
+    if decode_shard in (None, mesh.num_weight_parts):
+        return NativeEngine(parts.model, group=mesh.weight_group, **arguments)
+    return GatheredEngine(parts.model, DecodeMesh.of(mesh, decode_shard), **arguments)

@@ -15,9 +15,9 @@ from torch import Tensor
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.options import ROLLOUT_PRECISIONS
 from colocate.engines.native.sampler import Sampler, choose
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank
-from colocate.engines.precisions import ROLLOUT_PRECISIONS
 from colocate.kernels import definitions, e4m3
 from colocate.kernels.definitions import Rotation
 from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.hf_argparser import HfArgumentParser
 
-from colocate.options.declared import CLASSES, options_of
+from colocate.options.declared import classes, options_of
 from colocate.options.run_file import read_file
 from colocate.options.values import nearest, shown
 from colocate.options.yaml_text import read_yaml
@@ -169,7 +169,7 @@ def _set_environment(variables: Any, path: Path | None) -> None:
 
 def _declared_help(dtype: Any) -> dict[str, str]:
     """The help of each option that a class or one of its base classes declares in colocate's sources."""
-    names = [name for name in CLASSES if name in {base.__name__ for base in dtype.__mro__}]
+    names = [name for name in classes() if name in {base.__name__ for base in dtype.__mro__}]
     texts = {option.name: option.text for name in reversed(names) for option in options_of(name)}
     # `argparse` fills in what follows a percent sign.
     return {name: " ".join(text.split()).replace("%", "%%") for name, text in texts.items() if text}
