@@ -22,7 +22,7 @@ from transformers import (
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.turns import TurnEngine
-from colocate.rewards.logs import TRAINER_METRICS
+from colocate.reporting.run_log import TRAINER_METRICS
 from colocate.run import build
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt

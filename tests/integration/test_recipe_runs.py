@@ -30,7 +30,7 @@ from colocate.reporting.memory_charts import MemoryCurve
 from colocate.reporting.picture import draw_picture
 from colocate.reporting.run import read_run
 from colocate.rewards import reasoning_gym_reward
-from colocate.rewards.registry import get_tool
+from colocate.users_code.by_name import get_tool
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import TrainerState
 
 from colocate import GRPOTrainer
-from colocate.rewards.logs import TRAINER_METRICS
+from colocate.reporting.run_log import TRAINER_METRICS
 from colocate.users_code.errors import RewardError
 from colocate.users_code.exits import EXIT_CODE
 from tiny import (

@@ -14,6 +14,7 @@ from peft import TrainableTokensConfig
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.learning_watch import NUM_COMPLETIONS, NUM_ROLLOUTS, LearningWatch
 from colocate.reporting.report import write_report
+from colocate.rewards import FORMS
 from tiny import count_digits, logged, make_trainer
 
 
@@ -32,7 +33,7 @@ def metrics(zero_std=0.5, clipped=0.0):
 
 
 def warnings_of(rollouts):
-    watch = LearningWatch()
+    watch = LearningWatch(FORMS)
     return [watch.look(*rollout) for rollout in rollouts]
 
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaForSequenceClassification
 
+import colocate.trainer  # noqa: F401 - its parts reserve the names of their metrics
 from colocate import rewards
 from colocate.data.loading import load_prompts
 from colocate.data.reasoning_gym import encode_entry

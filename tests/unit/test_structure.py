@@ -106,7 +106,17 @@ def recipe(title: str) -> str:
 
 @pytest.mark.parametrize(
     "title",
-    ["rollout engine", "loss", "advantage", "option", "metric", "family of models", "text environment"],
+    [
+        "rollout engine",
+        "loss",
+        "advantage",
+        "option",
+        "metric",
+        "reward",
+        "subcommand",
+        "family of models",
+        "text environment",
+    ],
 )
 def test_files_that_a_recipe_names_are_there(title):
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", recipe(title))
@@ -121,6 +131,9 @@ def test_files_that_a_recipe_names_are_there(title):
         ("rollout engine", "TransformersEngine"),
         ("loss", "luspo"),
         ("advantage", "normalize_then_sum"),
+        ("metric", "policy_loss"),
+        ("reward", "reasoning_accuracy_reward"),
+        ("subcommand", "commands import .*export"),
         ("family of models", "Phi3ForCausalLM"),
         ("text environment", "TextArenaEnvironment"),
     ],

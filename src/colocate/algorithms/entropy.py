@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from colocate.reporting.run_log import reserve_metrics
+
+reserve_metrics("entropy_coef")
+
 
 class EntropyController:
     """Decides how much entropy is rewarded. The loss gets −c·H with H the mean entropy per token in nats.

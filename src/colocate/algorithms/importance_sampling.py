@@ -21,7 +21,12 @@ from torch import Tensor
 
 from colocate.algorithms.reductions import masked_max, masked_min
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.run_log import reserve_metrics
 
+reserve_metrics(
+    *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
+)
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

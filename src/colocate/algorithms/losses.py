@@ -21,7 +21,12 @@ from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
 from colocate.options.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.run_log import reserve_metrics
 
+reserve_metrics(
+    *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
+)
+reserve_metrics("cispo_clip_ratio", "vespo/phi_seq_mean")
 MIN_LOG_WEIGHT = math.log(1e-8)
 MAX_LOG_WEIGHT = 20.0
 

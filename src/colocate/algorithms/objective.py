@@ -15,8 +15,11 @@ from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import record_mean
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.run_log import reserve_metrics
 
 __all__ = ["LossBatch", "Objective", "ObjectiveParams"]
+
+reserve_metrics("entropy", "entropy_trained", "kl", "policy_loss")
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _check_built_in(names: list[str], run_of: SavedModel) -> None:
     Raises:
         ValueError: one is not built in.
     """
-    from colocate.rewards.registry import BUILT_IN
+    from colocate.rewards import BUILT_IN
 
     if own := [name for name in names if name not in BUILT_IN]:
         raise ValueError(
@@ -282,9 +282,8 @@ def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tup
 
 
 def _rewards(task: RunConfig) -> RewardFunctions:
-    from colocate.rewards import get_reward_function
+    from colocate.rewards import BUILT_IN, get_reward_function
     from colocate.rewards.base import RewardFunctions
-    from colocate.rewards.registry import BUILT_IN
 
     models = [task.reward_model_name_or_path] if task.reward_model_name_or_path else []
     functions = [get_reward_function(name) for name in task.reward_funcs]

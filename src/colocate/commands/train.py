@@ -233,9 +233,10 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
         from colocate.config.run_config import RunFileWriter, parse_run
         from colocate.reporting.messages import model_saved, say_row
         from colocate.reporting.panel import without_bars
-        from colocate.rewards.registry import BUILT_IN, get_tool
+        from colocate.rewards import BUILT_IN
         from colocate.run.data import RunData
         from colocate.trainer import GRPOTrainer
+        from colocate.users_code.by_name import get_tool
 
     run, options = parse_run(values)
     _require_complete(vars(run))

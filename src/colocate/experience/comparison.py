@@ -17,8 +17,11 @@ from colocate.algorithms.advantages import (
     compute_turn_advantages,
     nanstd,
 )
+from colocate.reporting.run_log import reserve_metrics
 from colocate.rewards.logs import TURN_REWARDS
 from colocate.users_code.errors import RewardError
+
+reserve_metrics("reward", "reward_std", "frac_reward_zero_std")
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,17 @@ from colocate.experience.comparison import Comparison
 from colocate.experience.requests import RolloutRequest
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.run_log import reserve_metrics
 from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.types import Prompt, Sample
+
+reserve_metrics(
+    "rank_wait_s", "episodes/forks", "episodes/cached_tokens", "policy_lag/mean", "policy_lag/stale_tokens",
+    *(f"tools/{name}" for name in ("call_frequency", "failure_frequency", "timeouts", "seconds")),
+    *(f"completions/{name}_length" for name in ("mean", "min", "max")),
+    *(f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
+    "completions/clipped_ratio",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,10 @@ from colocate.experience.judge import Group, Rollout
 from colocate.experience.select import Selector
 from colocate.experience.weighting import WeightingOptions
 from colocate.policy.policy import Policy
+from colocate.reporting.run_log import reserve_metrics
 from colocate.types import Sample
+
+reserve_metrics("refill/dull_groups", "refill/unused_groups", "refill/rounds")
 
 
 class RefillOptions(WeightingOptions, Protocol):

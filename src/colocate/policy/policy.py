@@ -33,12 +33,14 @@ from colocate.policy.stacks import Stacks
 from colocate.policy.step_plan import StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
+from colocate.reporting.run_log import reserve_metrics
 from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import is_fully_sharded, run_gathered
 from colocate.weights.layouts import causal_lm
 
+reserve_metrics("loss", "learning_rate", "grad_norm", "skipped_updates", "updates_without_signal", "aux_loss")
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
 

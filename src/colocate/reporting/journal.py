@@ -7,7 +7,7 @@ import math
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,10 +26,11 @@ from colocate.reporting.learning_watch import LearningWatch
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
-from colocate.reporting.run_log import RunLog
+from colocate.reporting.run_log import RunLog, reserve_metrics
 from colocate.version import __version__
 
 TRAINER_STATE_FILE = "trainer_state.json"
+reserve_metrics("num_tokens", "step_time")
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
 """Metrics of which the newest value is logged instead of the average, as in transformers."""
 
@@ -90,9 +91,15 @@ class Journal:
         *,
         max_steps: int,
         steps_per_epoch: float,
+        reward_forms: Mapping[str, str],
         **references: Any,
     ) -> None:
-        """`references` are the keyword arguments of `CallbackHandler`: model, processing_class, and so on."""
+        """Begin a journal.
+
+        Args:
+            reward_forms: see `LearningWatch.forms`.
+            references: the keyword arguments of `CallbackHandler`: model, processing_class, and so on.
+        """
         self.args = args
         self.control = TrainerControl()
         integrations = _integrations(args.report_to)
@@ -121,7 +128,7 @@ class Journal:
         self._loss_sum, self._num_losses = 0.0, 0
         self._last_logged_step = 0
         self._table: CompletionTable | None = None
-        self._learning_watch = LearningWatch()
+        self._learning_watch = LearningWatch(reward_forms)
         self._run_log: RunLog | None = None
         self.progress = Progress(
             is_main_process=accelerator.is_main_process,

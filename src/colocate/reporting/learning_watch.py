@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,6 @@ found."""
 MOSTLY_ALIKE = 0.9
 """The share of prompts without a signal from which on the few others decide where the weights go."""
 
-_FORMS = {
-    "accuracy_reward": r"an answer in \boxed{...}, or as LaTeX after words like 'The final answer is $...$'",
-    "reasoning_accuracy_reward": r"</think>, and after it an answer in \boxed{...}",
-    "think_format_reward": "<think>, then reasoning, then </think> at the beginning of the completion",
-    "reasoning_gym_reward": "the bare answer between <answer> and </answer>",
-}
-"""What the built-in rewards want to see."""
 _PENALTIES = ("penalty", "punish")
 _NUM_SHOWN = 160
 
@@ -37,6 +30,8 @@ class LearningWatch:
     A symptom that has lasted long enough makes one warning in the whole run; it may come back unmentioned.
     """
 
+    forms: Mapping[str, str] = field(default_factory=dict)
+    """The forms that reward functions look for in a completion, by the functions' names."""
     _lasting: dict[str, tuple[int, int]] = field(default_factory=dict)
     """For each symptom, the rollouts in a row that had it, and the completions in these."""
     _said: set[str] = field(default_factory=set)
@@ -60,7 +55,7 @@ class LearningWatch:
             metrics: the metrics of the rollout, under the names that they are logged with.
             table: its completions, over all ranks.
         """
-        found = dict(_symptoms(metrics, table))
+        found = dict(_symptoms(metrics, table, self.forms))
         warnings = []
         for symptom in self._lasting.keys() - found.keys():
             del self._lasting[symptom]
@@ -114,8 +109,10 @@ def _zero_gradient(metrics: Mapping[str, float]) -> str:
     )
 
 
-def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[tuple[str, str]]:
-    """What is wrong with a rollout, by a name that stays the same, and in words; of several reasons for one
+def _symptoms(
+    metrics: Mapping[str, float], table: CompletionTable, forms: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Faults of a rollout, by a name that stays the same, and in words; of several reasons for one
     thing the most specific."""
     if metrics.get("completions/clipped_ratio", 0.0) >= 1:
         yield (
@@ -135,8 +132,8 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
     if len(nothing) == len(table.rewards):
         yield (
             "nothing",
-            f"every reward was 0 or None, so there is nothing to learn from. {_wanted(table.rewards)}See "
-            "whether the prompt asks for that, and whether the model ever does it; an easier task or a "
+            f"every reward was 0 or None, so there is nothing to learn from. {_wanted(table.rewards, forms)}"
+            "See whether the prompt asks for that, and whether the model ever does it; an easier task or a "
             "reward for partial success gives it a beginning.",
         )
         return
@@ -164,8 +161,8 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
             yield (
                 f"unrewarded {name}",
                 f"the reward function {name} gave 0 or None to every completion, while others gave more. "
-                f"{_wanted([name])}What is never done is never rewarded: see whether the prompt asks for it, "
-                "or show an example there. If the function only punishes, this is well.",
+                f"{_wanted([name], forms)}What is never done is never rewarded: see whether the prompt "
+                "asks for it, or show an example there. If the function only punishes, this is well.",
             )
 
 
@@ -180,10 +177,9 @@ def _is_nothing(reward: float) -> bool:
     return reward == 0 or math.isnan(reward)
 
 
-def _wanted(names: Mapping[str, object] | list[str]) -> str:
-    """What the built-in functions among these look for."""
-    forms = [f"{name} looks for {_FORMS[name]}." for name in names if name in _FORMS]
-    return " ".join([*forms, ""])
+def _wanted(names: Iterable[str], forms: Mapping[str, str]) -> str:
+    """Sentences about what these functions look for, as far as it is known."""
+    return " ".join([*(f"{name} looks for {forms[name]}." for name in names if name in forms), ""])
 
 
 def _means(table: CompletionTable) -> str:

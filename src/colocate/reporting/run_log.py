@@ -55,6 +55,14 @@ WARNINGS_FILE = "warnings.jsonl"
 RUN_FILE = "run.json"
 
 RESERVED_KEYS = frozenset({"step", "epoch", "time", "wall_s", "phases", "memory", "eval"})
+TRAINER_METRICS: set[str] = {*RESERVED_KEYS}
+"""Names of the trainer's own metrics: a reward function's metric under such a name would replace it, or be
+replaced."""
+
+
+def reserve_metrics(*names: str) -> None:
+    """Add names to `TRAINER_METRICS`; each file that records metrics does it for its own."""
+    TRAINER_METRICS.update(names)
 
 
 class RunLog:

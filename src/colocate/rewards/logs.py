@@ -6,43 +6,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from colocate.reporting.run_log import RESERVED_KEYS
+from colocate.reporting.run_log import TRAINER_METRICS, reserve_metrics
 from colocate.users_code.errors import RewardError
 
 TURN_REWARDS = "turn_rewards"
-"""What the rewards that environments give for turns are called among those of reward functions."""
+"""The name among reward functions of the rewards that environments give for turns."""
 
 TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage", TURN_REWARDS})
 """Columns that the completions table always has, in addition to one for each reward function, and that of
 turns."""
 
-TRAINER_METRICS = RESERVED_KEYS.union(
-    (
-        "loss",
-        "policy_loss",
-        "learning_rate",
-        "grad_norm",
-        "skipped_updates",
-        "updates_without_signal",
-        "num_tokens",
-        "step_time",
-    ),
-    ("rank_wait_s",),
-    ("reward", "reward_std", "frac_reward_zero_std", "entropy", "entropy_trained", "entropy_coef", "kl"),
-    (f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
-    ("cispo_clip_ratio", "vespo/phi_seq_mean"),
-    (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
-    (f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
-    (f"completions/{name}_length" for name in ("mean", "min", "max")),
-    (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
-    (f"tools/{name}" for name in ("call_frequency", "failure_frequency", "timeouts", "seconds")),
-    ("completions/clipped_ratio", "episodes/forks", "episodes/cached_tokens"),
-    ("refill/dull_groups", "refill/unused_groups", "refill/rounds"),
-    ("policy_lag/mean", "policy_lag/stale_tokens"),
-    (f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")),
-)
-"""Names of the trainer's own metrics: a function's metric under such a name would replace it, or be
-replaced."""
+reserve_metrics(*(f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")))
 
 
 class FunctionLog:

@@ -56,6 +56,7 @@ from colocate.policy.trained_weights import check_trained_weights
 from colocate.policy.training_mode import training_only
 from colocate.reporting.journal import Journal
 from colocate.reporting.work_counts import WorkCounts
+from colocate.rewards import FORMS
 from colocate.rewards.base import RewardFunctions
 from colocate.run.engine import build_engine, context_length, sampling_params
 from colocate.run.identity import RunIdentity
@@ -402,6 +403,7 @@ def build_journal(
         callbacks,
         max_steps=num_steps.of_run,
         steps_per_epoch=num_steps.per_epoch,
+        reward_forms=FORMS,
         model=model,
         processing_class=tokenizer,
         optimizer=optimizer.optimizer,

@@ -1,4 +1,4 @@
-"""Reward functions, tools and environments by name, for the command line and configuration files."""
+"""Users' functions by name, a dotted path or `file.py:function`, for the command line and run files."""
 
 from __future__ import annotations
 
@@ -11,67 +11,33 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
-from colocate.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
-from colocate.rewards.format import think_format_reward
-from colocate.rewards.length import get_soft_overlong_punishment
-from colocate.rewards.reasoning_gym import reasoning_gym_reward
-from colocate.rewards.repetition import get_repetition_penalty_reward
 from colocate.users_code.exits import LoudExits, place_of_exit
-
-BUILT_IN: dict[str, Callable] = {
-    "accuracy_reward": accuracy_reward,
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
-    "reasoning_gym_reward": reasoning_gym_reward,
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(
-        max_completion_len=1280, soft_punish_cache=256
-    ),
-    "get_repetition_penalty_reward": get_repetition_penalty_reward(),
-}
-"""Built-in reward functions: those that TRL's command line knows, with TRL's parameters, and some of our
-own."""
-
-
-def get_reward_function(name: str) -> Callable:
-    """Find a reward function.
-
-    Args:
-        name: A built-in name such as `"accuracy_reward"`, a dotted path such as `"package.module.function"`
-            (the working directory is searched too), or `"path/to/file.py:function"`.
-
-    Raises:
-        ValueError: the name is unknown, the module has no such function, or what it has cannot be called.
-        FileNotFoundError: there is no such file.
-    """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if "." not in name:
-        raise ValueError(
-            f"Unknown reward function {name!r}.{_did_you_mean(name, BUILT_IN)} Built in are "
-            f"{', '.join(BUILT_IN)}; others are given as package.module.function or path/to/file.py:function."
-        )
-    return _import_attribute(name, "reward function")
 
 
 def get_tool(name: str) -> Callable:
     """Find a tool or the class of an environment by a dotted path or `"path/to/file.py:function"`.
 
     Raises:
-        ValueError, FileNotFoundError: as `get_reward_function`; no tool is built in.
+        ValueError, FileNotFoundError: as `import_function` does.
     """
     if "." not in name:
         raise ValueError(
             f"Unknown tool or environment {name!r}: tools and environments are given as "
             "package.module.function or path/to/file.py:function."
         )
-    return _import_attribute(name, "tool or environment")
+    return import_function(name, "tool or environment")
 
 
-def _import_attribute(name: str, kind: str) -> Callable:
-    """What a dotted path or `path/to/file.py:function` names.
+def import_function(name: str, kind: str, known: Iterable[str] = ()) -> Callable:
+    """Import a function by a dotted path, from the working directory too, or `path/to/file.py:function`.
 
     Args:
         kind: what it is wanted as, for errors.
+        known: names without a module that may have been meant.
+
+    Raises:
+        ValueError: there is no such module or function, or what has the name cannot be called.
+        FileNotFoundError: there is no such file.
     """
     if name.endswith((".py", ".py:")):
         file = name.removesuffix(":")
@@ -83,23 +49,24 @@ def _import_attribute(name: str, kind: str) -> Callable:
         module = _import_file(Path(path).expanduser())
     else:
         path, _, attribute = name.rpartition(".")
-        module = _import_module(path, name, kind)
+        module = _import_module(path, name, kind, known)
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     function = getattr(module, attribute, None)
     if not callable(function):
         problem = "has no function" if function is None else "has, but cannot call,"
         own = [key for key in functions if getattr(vars(module)[key], "__module__", None) == module.__name__]
-        hint = _did_you_mean(attribute, functions) or (f" It has {', '.join(own[:20])}." if own else "")
+        hint = did_you_mean(attribute, functions) or (f" It has {', '.join(own[:20])}." if own else "")
         raise ValueError(f"{path!r} {problem} {attribute!r}.{hint}")
     return function
 
 
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the known names nearest to one that is unknown, or nothing."""
     nearest = difflib.get_close_matches(name, list(known), n=3)
     return f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
 
 
-def _import_module(path: str, name: str, kind: str) -> ModuleType:
+def _import_module(path: str, name: str, kind: str, known: Iterable[str]) -> ModuleType:
     if (
         os.getcwd() not in sys.path
     ):  # a console script, unlike `python -m`, does not search the working directory
@@ -114,7 +81,7 @@ def _import_module(path: str, name: str, kind: str) -> ModuleType:
             raise  # the module exists, but something that it imports does not
         raise ValueError(
             f"Unknown {kind} {name!r}: there is no module {error.name!r}."
-            f"{_did_you_mean(name.rpartition('.')[2], BUILT_IN)} A file is given as path/to/file.py:function."
+            f"{did_you_mean(name.rpartition('.')[2], known)} A file is given as path/to/file.py:function."
         ) from error
 
 
@@ -126,7 +93,7 @@ def _import_file(path: Path) -> ModuleType:
     """
     if not path.is_file():
         siblings = [str(file) for file in path.parent.glob("*.py")]
-        raise FileNotFoundError(f"No file {str(path)!r}.{_did_you_mean(str(path), siblings)}")
+        raise FileNotFoundError(f"No file {str(path)!r}.{did_you_mean(str(path), siblings)}")
     file = path.resolve()
     module_name = _module_name(file)
     if module_name in sys.modules:

@@ -5,7 +5,7 @@ import pytest
 
 from colocate import rewards
 from colocate.rewards import get_reward_function
-from colocate.rewards.registry import get_tool
+from colocate.users_code.by_name import get_tool
 from colocate.users_code.exits import EXIT_CODE
 
 
