@@ -9,8 +9,12 @@ if TYPE_CHECKING:
     from colocate.config.grpo_config import GRPOConfig
     from colocate.experience.players.rollout_function import generate_rollout_completions
     from colocate.trainer import GRPOTrainer
-    from colocate.trl.scripts.arguments import DatasetConfig, DatasetMixtureConfig, ScriptArguments
-    from colocate.trl.scripts.mixture import get_dataset
+    from colocate.trl.scripts.arguments import (
+        DatasetConfig,
+        DatasetMixtureConfig,
+        ScriptArguments,
+        get_dataset,
+    )
     from colocate.trl.scripts.model_config import (
         ModelConfig,
         get_kbit_device_map,
@@ -43,7 +47,7 @@ _MODULES = {
     "ScriptArguments": "trl.scripts.arguments",
     "DatasetConfig": "trl.scripts.arguments",
     "DatasetMixtureConfig": "trl.scripts.arguments",
-    "get_dataset": "trl.scripts.mixture",
+    "get_dataset": "trl.scripts.arguments",
     "ModelConfig": "trl.scripts.model_config",
     "get_peft_config": "trl.scripts.model_config",
     "get_quantization_config": "trl.scripts.model_config",

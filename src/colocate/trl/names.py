@@ -286,7 +286,7 @@ class TRLNames:
     # ── Data ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def get_train_dataloader(self) -> DataLoader:
-        """This rank's rows of each slice of an epoch, one per completion. The loop does not read it."""
+        """Load this rank's rows of each slice of an epoch, one per completion. The loop does not read it."""
         return train_loader(self.train_dataset, self.args)
 
     def get_eval_dataloader(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from colocate.options.requirements import AT_LEAST_ONE, BELOW_ONE, check_choice, check_range
 from colocate.options.values import shown
 from colocate.policy.four_bits import four_bit_config
-from colocate.trl.scripts.arguments import told
+from colocate.trl.scripts.arguments import option
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,70 +28,48 @@ class ModelConfig:
             set instead.
     """
 
-    model_name_or_path: str | None = field(default=None, metadata=told("Model on the Hub or in a directory."))
-    model_revision: str = field(
-        default="main", metadata=told("Branch, tag or commit of the model on the Hub.")
+    model_name_or_path: str | None = option(None, "Model on the Hub or in a directory.")
+    model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
+    dtype: str | None = option(
+        "float32",
+        "Type in which the parameters are loaded. With bf16 on, they are kept in bfloat16 afterwards, "
+        "with float32 masters in the optimizer.",
+        choices=list(_DTYPES),
     )
-    dtype: str | None = field(
-        default="float32",
-        metadata=told(
-            "Type in which the parameters are loaded. With bf16 on, they are kept in bfloat16 afterwards, "
-            "with float32 masters in the optimizer.",
-            choices=list(_DTYPES),
-        ),
+    attn_implementation: str | None = option(
+        None, "Attention implementation of the trainer's forward pass, as in from_pretrained."
     )
-    attn_implementation: str | None = field(
-        default=None,
-        metadata=told("Attention implementation of the trainer's forward pass, as in from_pretrained."),
+    use_peft: bool = option(False, "Train LoRA adapters instead of the whole model.")
+    lora_r: int = option(16, "Rank of the LoRA adapters.")
+    lora_alpha: int = option(
+        32, "Scale of the LoRA adapters: what they add is multiplied by lora_alpha / lora_r."
     )
-    use_peft: bool = field(default=False, metadata=told("Train LoRA adapters instead of the whole model."))
-    lora_r: int = field(default=16, metadata=told("Rank of the LoRA adapters."))
-    lora_alpha: int = field(
-        default=32,
-        metadata=told("Scale of the LoRA adapters: what they add is multiplied by lora_alpha / lora_r."),
-    )
-    lora_dropout: float = field(
-        default=0.05, metadata=told("Probability with which dropout sets an adapter's input to 0.")
-    )
+    lora_dropout: float = option(0.05, "Probability with which dropout sets an adapter's input to 0.")
     lora_target_modules: list[str] | None = field(
         default=None,
-        metadata=told("Names of the matrices that get adapters, or all-linear. None: PEFT's choice."),
+        metadata={"help": "Names of the matrices that get adapters, or all-linear. None: PEFT's choice."},
     )
     lora_target_parameters: list[str] | None = field(
         default=None,
-        metadata=told("Names of parameters that get adapters, where no module holds them alone."),
+        metadata={"help": "Names of parameters that get adapters, where no module holds them alone."},
     )
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata=told("Names of modules that are trained whole in addition to the adapters.")
-    )
-    lora_task_type: str = field(
-        default="CAUSAL_LM", metadata=told("PEFT's name for the kind of model; CAUSAL_LM is supported.")
-    )
-    use_rslora: bool = field(
-        default=False,
-        metadata=told("Multiply what adapters add by lora_alpha / sqrt(lora_r) (rank-stabilised LoRA)."),
-    )
-    use_dora: bool = field(
-        default=False,
-        metadata=told(
-            "Train the magnitudes of the weights apart from their directions (DoRA, arXiv:2402.09353)."
-        ),
-    )
-    load_in_8bit: bool = field(
-        default=False, metadata=told("Keep the frozen matrices in bitsandbytes' 8 bits.")
-    )
-    load_in_4bit: bool = field(
-        default=False, metadata=told("Keep the frozen matrices in bitsandbytes' 4 bits (QLoRA).")
-    )
-    bnb_4bit_quant_type: str = field(
-        default="nf4", metadata=told("The 4-bit format.", choices=list(_FORMATS))
-    )
-    use_bnb_nested_quant: bool = field(
-        default=False, metadata=told("Quantise the scales of the 4-bit weights as well.")
-    )
-    bnb_4bit_quant_storage: str | None = field(
         default=None,
-        metadata=told("Type of the tensors that the 4-bit weights are packed into. None: uint8."),
+        metadata={"help": "Names of modules that are trained whole in addition to the adapters."},
+    )
+    lora_task_type: str = option("CAUSAL_LM", "PEFT's name for the kind of model; CAUSAL_LM is supported.")
+    use_rslora: bool = option(
+        False, "Multiply what adapters add by lora_alpha / sqrt(lora_r) (rank-stabilised LoRA)."
+    )
+    use_dora: bool = option(
+        False, "Train the magnitudes of the weights apart from their directions (DoRA, arXiv:2402.09353)."
+    )
+    load_in_8bit: bool = option(False, "Keep the frozen matrices in bitsandbytes' 8 bits.")
+    load_in_4bit: bool = option(False, "Keep the frozen matrices in bitsandbytes' 4 bits (QLoRA).")
+    bnb_4bit_quant_type: str = option("nf4", "The 4-bit format.", choices=list(_FORMATS))
+    use_bnb_nested_quant: bool = option(False, "Quantise the scales of the 4-bit weights as well.")
+    bnb_4bit_quant_storage: str | None = option(
+        None, "Type of the tensors that the 4-bit weights are packed into. None: uint8."
     )
 
     def __post_init__(self) -> None:
@@ -102,9 +80,11 @@ class ModelConfig:
         check_choice("bnb_4bit_quant_type", self.bnb_4bit_quant_type, _FORMATS)
         for name, requirement in _RANGES.items():
             check_range(name, getattr(self, name), requirement)
-        for (name, value), reason in _REFUSED.items():
-            if getattr(self, name) == value:
-                raise ValueError(f"{name}={shown(value)} is not supported: {reason}.")
+        if self.dtype == "float16":
+            raise ValueError(
+                "dtype='float16' is not supported: float16 needs loss scaling, which rare large gradients "
+                "upset; set dtype='bfloat16'."
+            )
         if self.lora_task_type != "CAUSAL_LM":
             raise ValueError(
                 f"lora_task_type={shown(self.lora_task_type)} is not supported: the trainer trains causal "
@@ -113,21 +93,10 @@ class ModelConfig:
         self.lora_target_modules = _as_peft_takes_it(self.lora_target_modules)
 
 
-_REFUSED: dict[tuple[str, Any], str] = {
-    (
-        "dtype",
-        "float16",
-    ): "float16 needs loss scaling, which rare large gradients upset; set dtype='bfloat16'",
-}
-"""The values that are refused, and why."""
-
-
 def _as_peft_takes_it(names: Any) -> Any:
-    """The names of modules, a single one as a text: PEFT knows "all-linear" only as a text.
-
-    TRL's documented command lines have commas between the names, which are left out here: PEFT would look for
-    a module called "q_proj,", find none and leave out q_proj silently.
-    """
+    """The names of modules, a single one as a text: PEFT knows "all-linear" only as a text."""
+    # TRL's documented command lines have commas between the names: PEFT would look for a module called
+    # "q_proj,", find none and leave out q_proj silently.
     if not isinstance(names, list):
         return names
     names = [name.rstrip(",") if isinstance(name, str) else name for name in names]

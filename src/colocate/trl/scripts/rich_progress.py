@@ -27,7 +27,7 @@ class RichProgressCallback(TrainerCallback):
     """
 
     progress: Progress | None = None
-    """What the run itself shows, which prints through the same console; the journal sets it."""
+    """The run's own display, which prints through the same console; the journal sets it."""
 
     def __init__(self) -> None:
         self._live: Live | None = None
