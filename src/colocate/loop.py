@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from colocate.checkpoints.interruption import StopRequest
+from colocate.checkpoints.stop_signals import StopRequest
 from colocate.episodes.episode import Episode
 from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest

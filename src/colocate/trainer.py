@@ -12,8 +12,8 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from colocate import evaluation, loop
 from colocate.checkpoints import hub, sealed
-from colocate.checkpoints.interruption import StopRequest
 from colocate.checkpoints.lock import holding_run_lock
+from colocate.checkpoints.stop_signals import StopRequest
 from colocate.config.grpo_config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from colocate.checkpoints.interruption import StopRequest
+from colocate.checkpoints.stop_signals import StopRequest
 from colocate.parallel import watch, whereabouts
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from colocate.checkpoints.interruption import StopRequest
+from colocate.checkpoints.stop_signals import StopRequest
 
 ONE_PROCESS = SimpleNamespace(num_processes=1, is_main_process=True)
 fork = multiprocessing.get_context("fork")
