@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks.pages.tables import LAG_SETTINGS, LAG_TASKS, NAMES, mode_name
 from colocate.reporting.axes import Axis
-from colocate.reporting.picture import draw_picture
-from colocate.reporting.plots import Plot
-from colocate.reporting.theme import plot_rules, stylesheet
+from colocate.reporting.charts import reward_chart, time_chart
+from colocate.reporting.memory_charts import rollout_memory_chart
+from colocate.reporting.plots import Plot, standalone
+from colocate.reporting.run import read_run
 
 WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20
 NUM_COLUMNS = 2
@@ -146,22 +147,35 @@ def picture(panels: list[str]) -> str:
     num_rows = -(-len(panels) // NUM_COLUMNS)
     width = 2 * MARGIN + NUM_COLUMNS * WIDTH + (NUM_COLUMNS - 1) * GAP
     height = 2 * MARGIN + num_rows * HEIGHT + (num_rows - 1) * GAP
-    placed = "".join(
-        panel.replace(
-            "<svg ",
-            f'<svg x="{MARGIN + i % NUM_COLUMNS * (WIDTH + GAP)}" '
-            f'y="{MARGIN + i // NUM_COLUMNS * (HEIGHT + GAP)}" ',
-            1,
-        )
+    placed = [
+        (panel, MARGIN + i % NUM_COLUMNS * (WIDTH + GAP), MARGIN + i // NUM_COLUMNS * (HEIGHT + GAP))
         for i, panel in enumerate(panels)
-    )
-    # Within another picture a plot keeps its own size.
-    rules = plot_rules().replace("width:100%;height:auto;", "") + ".paper{fill:var(--card)}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}"><style>{stylesheet(rules)}</style>'
-        f'<rect class="paper" width="{width}" height="{height}" rx="10"/>{placed}</svg>\n'
-    )
+    ]
+    return standalone(placed, width, height) + "\n"
+
+
+def draw_picture(run_dir: Path) -> str:
+    """The reward of a run by step, and the memory of one rollout and of the training on it, as an SVG file.
+
+    Raises:
+        FileNotFoundError: there is no `metrics.jsonl`.
+        ValueError: it has no record of a step, or neither rewards nor times nor memory.
+    """
+    run = read_run(run_dir)
+    memory_size = (626, 330)
+    panels = [
+        reward_chart(run, (340, 330)),
+        rollout_memory_chart(run, memory_size) or time_chart(run, memory_size),
+    ]
+    drawn = [panel for panel in panels if panel]
+    if not drawn:
+        raise ValueError(f"No rewards, times or memory to draw in the record in {run.directory.resolve()}.")
+    placed, x = [], MARGIN
+    for panel in drawn:
+        placed.append((panel.svg(), x, MARGIN))
+        x += panel.size[0] + GAP
+    height = 2 * MARGIN + max(panel.size[1] for panel in drawn)
+    return standalone(placed, x - GAP + MARGIN, height) + "\n"
 
 
 def main() -> None:

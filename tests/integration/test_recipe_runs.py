@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.pages.pictures import picture
+from benchmarks.pages.pictures import draw_picture, picture
 from benchmarks.pages.recipes import expectations_table, recipes_panels, recipes_table
 from benchmarks.recipes import run as recipe_run
 from benchmarks.recipes import seconds
@@ -27,7 +27,6 @@ from colocate.cli import main
 from colocate.data.loading import load_prompts
 from colocate.options.run_file import read_file
 from colocate.reporting.memory_charts import MemoryCurve
-from colocate.reporting.picture import draw_picture
 from colocate.reporting.run import read_run
 from colocate.rewards import reasoning_gym_reward
 from colocate.users_code.by_name import get_tool

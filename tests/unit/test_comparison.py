@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_reporting import charts_in, drawn_lines, parse_page, write_synthetic_run
 
 from colocate import cli
-from colocate.reporting import viewer
+from colocate.reporting import samples
 from colocate.reporting.completions import CompletionTable, write_completions_parquet
 from colocate.reporting.live import MAX_CONNECTIONS, LiveReport, ReportServer, serve
 from colocate.reporting.report import write_report
@@ -196,8 +196,8 @@ def test_without_tables_the_viewer_has_the_samples(tmp_path):
 def test_a_page_has_the_newest_completions_that_fit(sizes, most):
     records = [{"prompt": "x" * size, "completion": "é", "number": i} for i, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(viewer, "MAX_BYTES", most)
-        kept, is_whole = viewer.newest(records)
+        patch.setattr(samples, "MAX_BYTES", most)
+        kept, is_whole = samples.newest(records)
     assert kept == records[len(records) - len(kept) :] and is_whole == (len(kept) == len(records))
     weights = [size + 2 for size in sizes]
     assert sum(weights[len(records) - len(kept) :]) <= most

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from benchmarks.pages.pictures import draw_picture
 from colocate.config.grpo_config import GRPOConfig
 from colocate.memory.timeline import Category, Timeline
 from colocate.options.redaction import redacted
@@ -32,7 +33,6 @@ from colocate.reporting.axes import Axis, compact
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.curves import course, decimate, smooth
 from colocate.reporting.metrics import Metrics
-from colocate.reporting.picture import write_picture
 from colocate.reporting.plots import Plot
 from colocate.reporting.provenance import command_of, commit_of, provenance
 from colocate.reporting.report import write_report
@@ -854,16 +854,15 @@ def test_long_run_stays_small_and_keeps_its_spike(tmp_path):
 
 
 def test_picture_is_one_svg_of_reward_time_and_memory(synthetic_run):
-    path = write_picture(synthetic_run)
-    svg = ElementTree.fromstring(path.read_text(encoding="utf-8"))
-    assert path.name == "picture.svg" and svg.tag == "{http://www.w3.org/2000/svg}svg"
+    text = draw_picture(synthetic_run)
+    svg = ElementTree.fromstring(text)
+    assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     spoken = [str(part.get("aria-label")) for part in svg if part.get("aria-label")]
     titles = [text.partition(". ")[0] for text in spoken]
     assert titles[0] == "Reward" and titles[1].startswith("Memory through one step (step ")
     for outer, inner in (("width", "x"), ("height", "y")):
         ends = [float(part.get(inner)) + float(part.get(outer)) for part in svg if part.get("aria-label")]
         assert max(ends) + 20 == float(svg.get(outer))
-    text = path.read_text(encoding="utf-8")
     assert "var(" not in text and "url(" not in text and "<script" not in text and "href" not in text
 
 

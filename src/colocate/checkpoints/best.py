@@ -72,7 +72,7 @@ class BestCheckpoint:
 
     @staticmethod
     def find_again(state: TrainerState, resumed_from: Path) -> None:
-        """Look for the best checkpoint of a resumed run beside the one resumed from, if it was moved."""
+        """Look for the best checkpoint of a resumed run next to the one resumed from, if it was moved."""
         if state.best_model_checkpoint is None:
             return
         saved = Path(state.best_model_checkpoint)

@@ -28,7 +28,7 @@ PROCESSES, BATCH = "number of processes", "completions of a micro-step"
 _FROZEN = "checksum of the frozen weights (an adapter's base, the reference model)"
 
 _IN_COMPLETIONS = frozenset({"reward functions", PROCESSES})
-"""What besides options has shaped waiting completions: their scores, and how they are divided up."""
+"""Values besides options that have shaped waiting completions: their scores, and how they are divided up."""
 
 
 def save(directory: Path, description: Mapping[str, Any]) -> None:

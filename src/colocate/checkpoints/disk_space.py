@@ -29,7 +29,7 @@ def steps_to_save(interval: float | None, first: int, last: int) -> list[int]:
 
 
 def most_at_once(output_dir: Path, steps: Sequence[int], limit: int | None) -> int:
-    """How many checkpoints will be there at once, besides the space that those there now take.
+    """The most checkpoints that will be there at once, besides the space that those there now take.
 
     Args:
         steps: those after which the run will save.

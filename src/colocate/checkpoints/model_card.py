@@ -42,7 +42,7 @@ _SHOWN_METRICS = (
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What a card says of a run.
+    """Facts about a run, for its card.
 
     Attributes:
         base_model: the model that training started from, as it was named.

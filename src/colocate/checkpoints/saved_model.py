@@ -48,7 +48,7 @@ class SavedModel:
 
     @property
     def place(self) -> str:
-        """Where what was trained lies: the adapter, or else the whole model."""
+        """Directory or Hub name of what was trained: the adapter, or else the whole model."""
         return self.base if self.adapter is None else self.adapter
 
 
@@ -124,8 +124,7 @@ def _directory_of(name: str) -> Path | None:
 
 
 def _options_of(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of the run that a directory is, or of which it is a checkpoint: `SavedModel`'s `options`
-    and `code`. A run from Python has those that were set in its record."""
+    """`options` and `code` of a `SavedModel`; a run from Python has those that were set in its record."""
     options: dict[str, Any] = {}
     for place in _run_directories(directory):
         if (place / RUN_FILE).is_file():
@@ -141,7 +140,7 @@ def _options_of(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _run_directories(directory: Path | None) -> list[Path]:
-    """Where options are that hold for a model. What lies above it counts only where it is a checkpoint."""
+    """Directories whose options hold for a model; its parent counts only if the model is a checkpoint."""
     if directory is None:
         return []
     whole = directory.resolve()

@@ -34,7 +34,7 @@ _TYPES = {
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""What the index may consist of, by module. None of it does anything when it is made."""
+"""Types that the index may consist of, by module. Making one of them does nothing else."""
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -143,7 +143,7 @@ def _introduce(loaded: LoadedModel, conversation: Conversation) -> None:
 
 
 def _typed(clear: Callable[[], None]) -> Iterator[str]:
-    """What is typed on a terminal, commands carried out."""
+    """Lines typed on a terminal, without the commands among them, which are carried out."""
     import readline  # noqa: F401  # arrow keys in `input`
 
     while True:

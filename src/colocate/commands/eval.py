@@ -129,11 +129,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _of_run_file(name: str, base: str | None) -> SavedModel:
-    """The model that a run would start from, with the options of its run file.
-
-    Raises:
-        ValueError: there is no such file or option, or it names no model.
-    """
+    """The model that a run would start from, with the options of its run file."""
     from dataclasses import replace
 
     from colocate.checkpoints.saved_model import find_model
@@ -156,11 +152,7 @@ def _given_format(known: argparse.Namespace, options: Mapping[str, Any]) -> dict
 
 
 def _ks(known: argparse.Namespace) -> list[int]:
-    """The k of pass@k.
-
-    Raises:
-        ValueError: one is larger than the number of completions.
-    """
+    """The k of pass@k, none of them larger than the number of completions."""
     if known.k is None:
         powers = (2**i for i in itertools.count(1))
         return list(itertools.takewhile(lambda k: k <= known.num_samples, powers))
@@ -173,11 +165,7 @@ def _ks(known: argparse.Namespace) -> list[int]:
 
 
 def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
-    """What is measured, as a run's options say it: those given, else those of the run.
-
-    Raises:
-        ValueError: no dataset or no reward function is known.
-    """
+    """The dataset and rewards to measure with: those given, else those of the run."""
     from dataclasses import fields
 
     from colocate.config.run_config import RunConfig, parse_run
@@ -224,11 +212,7 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
 
 
 def _check_built_in(names: list[str], run_of: SavedModel) -> None:
-    """Refuse reward functions of a run's directory that are code of its own.
-
-    Raises:
-        ValueError: one is not built in.
-    """
+    """Refuse reward functions of a run's directory that are code of its own."""
     from colocate.rewards import BUILT_IN
 
     if own := [name for name in names if name not in BUILT_IN]:
@@ -252,12 +236,8 @@ def _is_held_out(task: RunConfig, known: argparse.Namespace) -> bool:
 
 
 def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tuple[list[Row], str]:
-    """The rows to measure on, their prompts made as in training, and what the run held out; "" if it is not
-    that.
-
-    Args:
-        run_of: the model whose run says which rows there are, and whether a text becomes a user's message.
-    """
+    """The rows to measure on, with prompts made as in training, and which of them the run held out (or
+    "")."""
     from colocate.data.mixture import FORMAT_OPTIONS, DatasetEntry
     from colocate.data.prompts import as_conversations, validate_columns
 
@@ -349,11 +329,7 @@ def _drawn(sampling: Any) -> str:
 
 
 def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str, held_out: str) -> None:
-    """Print a row for each measure and a column for each model, which fits 60 columns for two of them.
-
-    Args:
-        held_out: which rows of the dataset were measured on, as a sentence; "": all of its split.
-    """
+    """Print a row for each measure and a column for each model, which fits 60 columns for two of them."""
     from rich.console import Console
     from rich.table import Table
 

@@ -25,7 +25,7 @@ imports it with its models, and with it SciPy and pandas: 1,200 modules, which n
 
 
 class _Late(ModuleType):
-    """What is imported in place of `SCORES`, which is imported when something of it is used."""
+    """A stand-in for `SCORES`, which is imported when something of it is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -46,7 +46,7 @@ def _scores() -> ModuleType:
 
 @contextmanager
 def importing_ahead() -> Iterator[None]:
-    """Within the block, which imports PyTorch and transformers, threads import what these will ask for.
+    """Import in threads what PyTorch and transformers, imported within the block, will ask for.
 
     The block ends when the threads have ended, so that nobody forks a process while they hold a lock. What
     cannot be imported is left to whoever needs it, to say so.

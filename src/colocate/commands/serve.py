@@ -104,11 +104,8 @@ def _serve(
     chat_template: tuple[str | None, Mapping[str, Any]],
     listening: Any,
 ) -> None:
-    """Serve until a signal comes.
-
-    Args:
-        chat_template: the template, None for the model's own, and its arguments.
-    """
+    """Serve until a signal comes; `chat_template` is the template (None: the model's own) and its
+    arguments."""
     from colocate.checkpoints.saved_model import find_model
 
     options = _options(known)
@@ -161,11 +158,8 @@ def _serve(
 
 
 def _key_for(host: str) -> ServerKey | None:
-    """The key that requests need; None: everybody who reaches the address may ask.
-
-    Raises:
-        ValueError: other machines reach the address, and there is no key; or the key is malformed.
-    """
+    """The key that requests need, which an address that other machines reach must have; None: there is
+    none."""
     key = key_from_environment()
     if key is None and not is_loopback(host):
         raise ValueError(
@@ -198,7 +192,7 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
 
 
 def _options(known: argparse.Namespace) -> dict[str, Any]:
-    """What `inference.loading.load` takes of the command line."""
+    """Options of the command line as `inference.loading.load` takes them."""
     tokens = known.kv_cache_tokens
     if known.engine not in ("auto", "native") and tokens is not None:
         raise ValueError(

@@ -120,7 +120,7 @@ def run(known: argparse.Namespace) -> int:
 
 
 def _num_ranks(environment: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher has started; None: only libraries that take seconds to load can tell."""
+    """Ranks that the launcher has started; None: only libraries that take seconds to load can tell."""
     if "WORLD_SIZE" in environment:
         return int(environment["WORLD_SIZE"])
     by_mpi = {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
@@ -128,12 +128,8 @@ def _num_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def _check_output_dir(directory: Path, is_main: bool) -> None:
-    """Refuse a directory where nothing can be saved, or that another run is writing into, before data and
-    model are loaded.
-
-    Raises:
-        ValueError, OutputDirInUse: see `sealed.check_writable` and `RunLock`.
-    """
+    """Refuse a directory that cannot be written, or that another run writes, before data and model are
+    loaded."""
     from colocate.checkpoints.lock import RunLock
     from colocate.checkpoints.sealed import check_writable
 
@@ -143,14 +139,7 @@ def _check_output_dir(directory: Path, is_main: bool) -> None:
 
 
 def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
-    """What the command line says of a launch by Ray; None: something else has started this process.
-
-    Args:
-        engine: the run's option; TensorRT-LLM's workers take a share of each rank's GPU.
-
-    Raises:
-        ValueError: an option of the launcher is given without it, or the number of ranks is not.
-    """
+    """The launch by Ray that the command line asks for; None: something else has started this process."""
     given = {name: getattr(known, name) for name in _OF_LAUNCHER if getattr(known, name) is not None}
     if known.launcher is None:
         for name in given:
@@ -205,11 +194,7 @@ def _check_for_native(num_gpus: int, vllm_options: Sequence[str]) -> None:
 
 
 def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
-    """The options by which ranks use the servers that are started with them.
-
-    Raises:
-        ValueError: the run has another engine, or names servers of its own.
-    """
+    """The options by which ranks use the servers that are started with them."""
     if (engine := values.get("engine") or "auto") not in ("auto", "rollout_server", "vllm_server"):
         raise ValueError(
             f"--num_replicas starts rollout servers, and engine={engine!r} asks none. Set "
@@ -280,8 +265,7 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
 
 
 def _refuse_moved(file: Path | None, config: GRPOConfig) -> None:
-    """Raises ValueError: the run is to go on, but its checkpoints are beside its run file and not in
-    output_dir, as where its directory was copied or moved. The run would begin anew."""
+    """Refuse to begin anew where a run is to go on whose directory was copied or moved, run file and all."""
     from colocate.checkpoints.sealed import AUTO, list_checkpoints
 
     if file is None or config.resume_from_checkpoint not in (True, AUTO) or list_checkpoints(config.run_dir):
@@ -327,14 +311,7 @@ def _data_in_words(values: Mapping[str, Any]) -> str:
 
 
 def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:
-    """Refuse a run without a model, data or rewards, and a run whose tracker is not installed.
-
-    If the model's directory is missing, the message quotes the run file's first comment, which may say how to
-    make the model.
-
-    Raises:
-        ValueError, ImportError: with the option, or with what to install.
-    """
+    """Refuse a run without a model, data or rewards, and a run whose tracker is not installed."""
     from colocate.reporting.trackers import check_installed
 
     data = () if values.get("datasets") else ("dataset_name",)

@@ -21,7 +21,7 @@ EQUIVALENTS: dict[str, dict[str, str]] = {
     "serve": {"vllm_max_model_length": "max_model_len"},
     "rollout-serve": {"vllm_max_model_length": "max_model_len", "model_revision": "revision"},
 }
-"""What commands call options of a run, beside those that they call alike."""
+"""Names that commands have for options of a run, where they differ."""
 
 TAKE_RUN_OPTIONS = ("train", "plan")
 """The commands that take every option of a run."""

@@ -25,7 +25,7 @@ _OF_DATA = ("apply_chat_template", "chat_template_kwargs", "dataset_weights")
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What `test_split_size` held out.
+    """Rows that `test_split_size` held out.
 
     Attributes:
         dataset: the names of the datasets that it was taken from.
@@ -78,11 +78,8 @@ def held_out_rows(
 
 
 def _check_same(saved: SavedModel, trained_on: datasets.Dataset) -> None:
-    """Compare the rows that remain with those that the newest checkpoint says it was trained on.
-
-    Raises:
-        ValueError: they differ, so that another split would be measured on.
-    """
+    """Refuse rows for training that are not those in the newest checkpoint: another split would be
+    measured."""
     was, now = _training_data_of(Path(saved.place)), fingerprint(trained_on)
     if was and was["columns"] == now["columns"] and was != now:
         raise ValueError(
@@ -93,8 +90,7 @@ def _check_same(saved: SavedModel, trained_on: datasets.Dataset) -> None:
 
 
 def _training_data_of(place: Path) -> dict[str, Any]:
-    """The fingerprint of the training data in a checkpoint, or in the newest one of a run; empty if there is
-    none."""
+    """The fingerprint of the training data in a checkpoint or a run's newest one; empty if there is none."""
     checkpoint = next(iter(list_checkpoints(place)[-1:]), place)
     description = _read(checkpoint / RUN_FILE)
     # An earlier run's checkpoints stay in a directory that a run without checkpoints has been given.

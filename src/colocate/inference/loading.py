@@ -37,7 +37,7 @@ _OF_TRAINING = (
 )
 """Options of the run that trained a model which also hold when it generates."""
 _CODE_IS_NEEDED = "contains custom code", "references custom code"
-"""How transformers refuses a model whose code nobody has allowed."""
+"""Words with which transformers refuses a model whose code nobody has allowed."""
 _OF_4_BITS = ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 
 

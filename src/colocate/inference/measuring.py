@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scores:
-    """What one model has reached on N prompts with n completions each.
+    """The results of one model on N prompts with n completions each.
 
     Attributes:
         name: the model, as the user has named it.

@@ -1,4 +1,4 @@
-"""How sure an evaluation is: intervals of shares, of means and of differences, and pass@k.
+"""Confidence of an evaluation: intervals of shares, of means and of differences, and pass@k.
 
 Prompts are the independent draws: completions of one prompt succeed or fail together, so intervals are over
 the values of prompts (clustered standard errors; Miller 2024, "Adding Error Bars to Evals",

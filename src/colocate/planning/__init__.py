@@ -1,1 +1,1 @@
-"""How much of a device's memory a run will take, and how it trains within that memory."""
+"""Planning of how a run trains within a device's memory, and of how much of it the run will take."""

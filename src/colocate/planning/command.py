@@ -91,8 +91,7 @@ def plan_run(
 
 
 def _config(options: dict[str, Any], num_ranks: int, *, is_elsewhere: bool) -> GRPOConfig:
-    """The configuration of a run of `num_ranks` processes; if the GPU is in another machine, with the
-    precision that `bf16=None` means there."""
+    """The configuration of a run of `num_ranks` processes, with the precision that the planned GPU has."""
     # transformers counts the processes that there are, and here is one.
     kind: Any = GRPOConfig
     if num_ranks > 1:
@@ -124,12 +123,8 @@ def _model_config(run: RunConfig, config: GRPOConfig) -> PretrainedConfig:
 
 
 def _layout(model: nn.Module) -> Layout:
-    """The layout of a model.
-
-    Raises:
-        ValueError: the model is not supported natively; the message has the memory that is known all the
-            same.
-    """
+    """The layout of a model; the error for one that is not supported has the memory that is known all the
+    same."""
     try:
         return layout_for(model)
     except ValueError as error:
@@ -137,7 +132,7 @@ def _layout(model: nn.Module) -> Layout:
 
 
 def _without_plan(model: nn.Module) -> str:
-    """What can be said about the memory of a model that is not supported natively and so has no plan."""
+    """The known part of the memory of a model that is not supported natively and so has no plan."""
     count = sum(parameter.numel() for parameter in model.parameters())
     weights, whole = (f"{count * num_bytes / 2**30:.1f} GiB" for num_bytes in (2, 18))
     return (

@@ -63,8 +63,7 @@ def exchange_s(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, cluste
 
 
 def _replicas_bytes_per_s(num_weight_parts: int, cluster: Cluster, gpu: Gpu) -> float:
-    """Bytes per second between a rank and those that hold the same part of the weights, which are in all
-    nodes."""
+    """Bytes per second between ranks that hold the same part of the weights, which are in all nodes."""
     in_node = max(1, cluster.gpus_per_node // num_weight_parts)
     within = link_bytes_per_s(gpu, in_node) if in_node > 1 else math.inf
     # Rings through a node leave it by the cards of all their ranks there.
@@ -100,7 +99,7 @@ def gathered_s(decoded: ModelShapes, workload: Workload, gpu: Gpu) -> float:
 
 
 def exposed_s(messages_s: float, compute_s: float) -> float:
-    """Seconds that messages add to the computation beside which they run."""
+    """Seconds that messages add to the computation during which they run."""
     return max(0.0, messages_s - compute_s) + EXPOSED_SHARE * min(messages_s, compute_s)
 
 

@@ -12,7 +12,7 @@ class Gpu:
 
     name: str
     capability: tuple[int, int]
-    """Its compute capability, major and minor."""
+    """Compute capability, major and minor."""
     tflops: float
     """10^12 operations a second in bfloat16 with float32 sums, without sparsity."""
     bandwidth_gb_s: float
@@ -60,7 +60,7 @@ class Cluster:
     num_gpus: int = 1
     num_nodes: int = 1
     gpu: Gpu | None = None
-    """None: its speed is not known."""
+    """The model of all GPUs; None: its speed is not known."""
 
     def __post_init__(self) -> None:
         if self.num_gpus % self.num_nodes:

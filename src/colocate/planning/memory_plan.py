@@ -1,4 +1,4 @@
-"""Where the memory of one device goes under a plan, phase by phase."""
+"""The use of one device's memory under a plan, phase by phase."""
 
 from __future__ import annotations
 

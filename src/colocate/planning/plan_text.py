@@ -25,7 +25,7 @@ from colocate.planning.speed import Speed, StepTime, duration, expected_speed, s
 from colocate.policy.footprint import optimizer_rows
 
 _LARGEST_ROWS = 3
-"""How many rows of each phase the short table names."""
+"""Rows of each phase that the short table names."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _devices(cluster: Cluster) -> str:
 
 
 def _sharding_lines(answer: Answer) -> Iterator[str]:
-    """How many GPUs split the run, and what the planner has compared; nothing for one GPU."""
+    """Lines about the GPUs that split the run, and what the planner has compared; none for one GPU."""
     if answer.cluster.num_gpus > 1:
         yield f"Sharding: {_split(answer.choice, answer.case)}."
         if len(answer.choice.considered) + len(answer.choice.impossible) > 1:
@@ -201,8 +201,8 @@ def _result_of(answer: Answer, remedy: Remedy) -> str:
 
 
 def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
-    """The memory of a device that the run needs unchanged, or the number of GPUs like this one, and if no
-    setting helps, the memory that it needs with adapters."""
+    """The memory or number of GPUs that the run needs unchanged, or the memory with adapters if nothing
+    helps."""
     shapes, ways, added = answer.case.shapes, [("Unchanged, it", answer.case)], ""
     if is_only_way and not shapes.has_adapters:
         added = "use_peft=True "
@@ -276,7 +276,7 @@ def _short_table(plan: MemoryPlan) -> Table:
 
 
 def _decisions(answer: Answer) -> Iterator[str]:
-    """How the run trains and generates under the plan; if it does not fit, only how it would train."""
+    """The choices for training and generation under the plan; if it does not fit, only for training."""
     result, config = answer.plan, answer.config
     plan, sequences = result.train_plan, config.per_device_train_batch_size
     tokens = (

@@ -206,7 +206,7 @@ class Case:
         return self._plan_of(self.workload, correction)
 
     def sharding_choice(self, cluster: Cluster, correction: float = 1.0) -> Choice:
-        """How the run is best split over the GPUs of `cluster` (`choose_sharding`)."""
+        """The best way to split the run over the GPUs of `cluster` (`choose_sharding`)."""
         return choose_sharding(
             self.shapes,
             self.workload,
@@ -324,8 +324,8 @@ class Planner:
         return chosen if may_grow or _rank(chosen) < _rank(train_plan) else train_plan
 
     def _prediction(self, train_plan: TrainPlan, num_tokens: int) -> tuple[int, int]:
-        """Predicted bytes of a step whose largest micro-batch has `num_tokens`, without correction: (all of
-        them, those that grow with tokens)."""
+        """Predicted bytes of a step with micro-batches of up to `num_tokens`: (all, those that grow with
+        tokens)."""
         workload = self.workload
         if num_tokens < workload.max_sequence_length:
             # Real sequences are often shorter than the longest that may come.
@@ -342,8 +342,8 @@ class Planner:
         return whole, whole - fixed
 
     def _exchange_bytes(self, train_plan: TrainPlan) -> int:
-        """Predicted bytes of the moments after the last micro-batch, in which ranks that split the optimizer
-        exchange gradients and step; 0 if nothing is split."""
+        """Predicted bytes while ranks that split the optimizer exchange gradients and step; 0 without a
+        split."""
         if not self.workload.sharding.is_split:
             return 0
         return train_bytes(self._shapes, self.workload, train_plan, 1.0, ("reduce", "step"))

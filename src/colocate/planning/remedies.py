@@ -33,7 +33,7 @@ class Change:
 
     settings: tuple[str, ...]
     cost: int
-    """How much the change alters the run: 1 changes no result, 10 is another way of training."""
+    """The extent to which the change alters the run: 1 changes no result, 10 is another way of training."""
     apply: Callable[[Case], Case]
 
 
@@ -173,8 +173,7 @@ def _in_4bit(case: Case) -> Case:
 
 
 def _unset_wishes(case: Case) -> Iterator[Change]:
-    """Changes that leave to the planner what the user has set, or set it to the value that takes least
-    memory."""
+    """Changes that leave to the planner what the user has set, or that set it to what takes least memory."""
     wishes, workload = case.wishes, case.workload
     longest = workload.max_sequence_length
     if wishes.shard != "auto" and case.cluster is not None and case.cluster.num_gpus > 1:

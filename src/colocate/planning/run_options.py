@@ -124,11 +124,7 @@ def wishes_of(args: GRPOConfig) -> Wishes:
 
 
 def _shard_of(args: GRPOConfig) -> Shard:
-    """The option `shard`; "auto" splits no weights where `model.generate` reads them.
-
-    Raises:
-        ValueError: engine="transformers" with weights that are to be split.
-    """
+    """The option `shard`; "auto" splits no weights where `model.generate` reads them."""
     if args.engine != "transformers" or args.shard in ("none", 1):
         return args.shard  # type: ignore[return-value]  # the option's range
     if args.shard != "auto":
@@ -153,7 +149,7 @@ def cluster_of(args: GRPOConfig, device: torch.device) -> Cluster:
 def sharding_choice(
     shapes: ModelShapes, args: GRPOConfig, parameter_dtype: torch.dtype, device: torch.device
 ) -> Choice:
-    """How a run's ranks split the model, before it is loaded.
+    """The way in which a run's ranks split the model, chosen before it is loaded.
 
     Every rank comes to the same choice, since it depends on no memory that happens to be free.
 

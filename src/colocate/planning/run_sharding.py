@@ -1,4 +1,4 @@
-"""Over how many ranks the weights of a run are split, chosen before its model is loaded (`shard="auto"`)."""
+"""The number of ranks that split a run's weights, chosen before its model is loaded (`shard="auto"`)."""
 
 from __future__ import annotations
 
@@ -62,12 +62,7 @@ def _why_engine_reads_whole_weights(args: GRPOConfig) -> str | None:
 
 
 def _sized(model: Any, args: GRPOConfig, peft_config: Any) -> nn.Module:
-    """A model with the shapes that the run's model will have: the loaded one, or one on the meta device.
-
-    Raises:
-        OSError: no configuration is found.
-        ValueError, TypeError, ImportError: the model cannot be built, or cannot have the adapter.
-    """
+    """A model with the shapes that the run's model will have: the loaded one, or one on the meta device."""
     if isinstance(model, nn.Module):
         if peft_config is None:
             return model

@@ -61,7 +61,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """What was compared, as a sentence."""
+        """A sentence about what was compared."""
         ways = [f"shard={way.sharding.num_weight_parts} {way.result}" for way in self.considered]
         ways += [f"shard={parts} is not possible ({reason})" for parts, reason in self.impossible]
         return f"{'; '.join(ways)}."

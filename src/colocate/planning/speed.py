@@ -1,4 +1,4 @@
-"""How fast a run would be on a GPU, or on many, estimated before anything has run.
+"""The speed of a run on a GPU, or on many, estimated before anything has run.
 
 The estimate is a roofline: each part of a step takes its operations over the GPU's operations per second, or
 its bytes over the bytes per second of the GPU's memory, whichever is longer, at the efficiencies below.

@@ -1,1 +1,1 @@
-"""What a run tells: its record, the terminal, reports and trackers."""
+"""Reporting of a run: its record, the terminal, reports and trackers."""

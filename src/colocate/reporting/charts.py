@@ -283,7 +283,7 @@ _TITLES = {
 
 
 def title_of(metric: str) -> str:
-    """What the report of one run calls a metric; the metric's own name where it has no title there."""
+    """The title of a metric in the report of one run; the metric's own name where it has none there."""
     room, _, of_function = metric.partition("/")
     if room == "rewards" and "/" in of_function:
         name, _, what = of_function.rpartition("/")

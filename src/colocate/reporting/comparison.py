@@ -12,10 +12,9 @@ from typing import Any
 from colocate.reporting import charts
 from colocate.reporting.axes import Axis, compact
 from colocate.reporting.axes import percent as as_percent
-from colocate.reporting.controls import controls
 from colocate.reporting.curves import course, ends, smooth, smoothing_window
 from colocate.reporting.language import lang_attribute
-from colocate.reporting.page import card, page, wide_card
+from colocate.reporting.page import card, controls, page, wide_card
 from colocate.reporting.plots import Plot
 from colocate.reporting.report import NARROW, WIDE, duration
 from colocate.reporting.run import Run, number, read_run

@@ -106,8 +106,8 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
 
 
 def _with_text(entry: Any) -> Any:
-    """A conversation whose calls have arguments as text, and whose messages have text as content; whatever
-    else is in a column as it is."""
+    """A conversation with the arguments of calls and the content of messages as text; other values as they
+    are."""
     if not _is_conversation(entry):
         return entry
     messages = [dict(message) for message in entry]

@@ -20,8 +20,7 @@ def smoothing_window(num_steps: int) -> int:
 def decimate(
     xs: Sequence[float], ys: Sequence[float], max_points: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most about `max_points` of the points: the two ends, and the lowest and highest point of each
-    bucket.
+    """Keep at most about `max_points`: the two ends, and the lowest and highest point of each bucket.
 
     A stretch of NaN is kept as a single point, which draws the gap.
     """

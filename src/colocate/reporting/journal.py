@@ -39,8 +39,7 @@ BETWEEN_STEPS = ("evaluate", "save")
 
 
 class _TensorBoard(TensorBoardCallback):
-    """transformers' TensorBoard callback, but its file stays open: an evaluation after training is part of
-    the run."""
+    """transformers' TensorBoard callback whose file stays open, for an evaluation after training."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.tb_writer is not None:

@@ -10,10 +10,10 @@ from typing import Any
 from colocate.reporting.completions import CompletionTable, as_text
 
 NUM_ROLLOUTS, NUM_COMPLETIONS = 5, 32
-"""How many rollouts in a row, and how many completions in them, a symptom must last: small rollouts are often
-all alike by chance."""
+"""Rollouts in a row, and completions in them, that a symptom must last: small rollouts are often all alike by
+chance."""
 NUM_UNREWARDED = 4
-"""How many times as long a single function may give nothing while others do: a format takes time to be
+"""Factor by which a single function may give nothing for longer while others do: a format takes time to be
 found."""
 
 MOSTLY_ALIKE = 0.9
@@ -33,11 +33,11 @@ class LearningWatch:
     forms: Mapping[str, str] = field(default_factory=dict)
     """The forms that reward functions look for in a completion, by the functions' names."""
     _lasting: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """For each symptom, the rollouts in a row that had it, and the completions in these."""
+    """Rollouts in a row that had each symptom, and the completions in these."""
     _said: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        """How long each symptom has lasted, and which have been told."""
+        """The duration of each symptom, and which have been told."""
         return {
             "lasting": {name: list(counts) for name, counts in self._lasting.items()},
             "said": [*self._said],

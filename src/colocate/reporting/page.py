@@ -21,6 +21,8 @@ EAST_ASIAN_FONTS = {  # by the language of an element's text
 }
 CHART_SCRIPTS = ("axis.js", "chart.js", "crosshair.js", "view.js")
 _HERE = Path(__file__).parent
+EMA_WEIGHTS = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
+"""Weights of the mean so far in an exponential moving average, which 1 / (1 - weight) steps decide."""
 
 _RULES = f"""
 *{{box-sizing:border-box}}
@@ -113,7 +115,7 @@ def page(title: str, body: str, *, scripts: Iterable[str] = CHART_SCRIPTS, langu
     """The HTML of a whole page.
 
     Args:
-        scripts: files beside this one whose text goes into the page.
+        scripts: files of this directory whose text goes into the page.
         language: of the text, for its fonts and for screen readers.
     """
     colors = "".join(f".b-{name}{{background:var(--{name})}}" for name in COLORS)
@@ -141,3 +143,27 @@ def wide_card(wide: Plot | None, narrow: Plot | None, css_class: str = "") -> st
         return ""
     drawings = f'<div class="wide">{wide.svg()}</div><div class="narrow">{narrow.svg()}</div>'
     return card(drawings + wide.data(), css_class)
+
+
+def controls() -> str:
+    """The form that says which steps charts show, and how smooth; hidden until the page's script uses it."""
+    emas = "".join(f'<option value="{weight}">EMA {weight}</option>' for weight in EMA_WEIGHTS)
+    buttons = "".join(
+        f'<button type="button" data-do="{name}" aria-label="{label}" title="{label}">{sign}</button>'
+        for name, sign, label in (
+            ("in", "+", "Zoom in"),
+            ("out", "−", "Zoom out"),
+            ("earlier", "←", "Earlier steps"),
+            ("later", "→", "Later steps"),
+        )
+    )
+    return (
+        '<form id="view" class="bar view" hidden aria-label="What the charts show">'
+        '<div><label for="from">Steps from</label><input id="from" name="from" type="number"></div>'
+        '<div><label for="to">to</label><input id="to" name="to" type="number"></div>'
+        f'<div class="buttons">{buttons}<button type="button" data-do="reset">Reset</button></div>'
+        '<div><label for="smoothing" class="unseen">Smoothing</label><select id="smoothing" name="smoothing">'
+        '<option value="auto">auto-smoothing</option><option value="none">no smoothing</option>'
+        f"{emas}</select></div>"
+        '<p class="facts" id="seen" role="status"></p></form>'
+    )

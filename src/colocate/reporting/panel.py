@@ -55,12 +55,7 @@ class LivePanel:
 
 
 class _ReflownRender(LiveRender):
-    """The text that `Live` draws; it knows how many rows it occupies after the terminal was made narrower.
-
-    A terminal breaks a line that no longer fits into several. `Live` counts only its own lines and would
-    erase too few rows. Terminals that cut such lines off instead (xterm, Linux's console) are recognised by
-    their environment variables.
-    """
+    """The text that `Live` draws, which counts its rows anew when the terminal was made narrower."""
 
     def __init__(self, console: Console) -> None:
         super().__init__("")

@@ -18,6 +18,7 @@ from itertools import pairwise
 from colocate.reporting.axes import Axis, percent
 from colocate.reporting.curves import decimate, smooth
 from colocate.reporting.series import Series, extent
+from colocate.reporting.theme import plot_rules, stylesheet
 
 MAX_HOVERS = 100
 CHARACTER_PX = 6.0  # of the 11 px font, on average; decides when a legend needs another row
@@ -290,6 +291,22 @@ class Plot:
 
     def _drawable(self, ys: Sequence[float]) -> list[float]:
         return [y if math.isfinite(y) and (y > 0 or not self._y.log) else math.nan for y in ys]
+
+
+def standalone(panels: Sequence[tuple[str, int, int]], width: int, height: int) -> str:
+    """An SVG file of plots, with their style for light and dark screens.
+
+    Args:
+        panels: the SVG text of each plot, and the x and y where it stands.
+    """
+    placed = "".join(svg.replace("<svg ", f'<svg x="{x}" y="{y}" ', 1) for svg, x, y in panels)
+    # Nested pictures keep their own size: the rule that stretches a plot to its card is for the report.
+    rules = plot_rules().replace("width:100%;height:auto;", "") + ".paper{fill:var(--card)}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}"><style>{stylesheet(rules)}</style>'
+        f'<rect class="paper" width="{width}" height="{height}" rx="10"/>{placed}</svg>'
+    )
 
 
 def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, float]]]:

@@ -88,10 +88,10 @@ class Progress:
         self._step, self._total = 0, total
         self._has_stepped = False
         self.counts = WorkCounts()
-        """What is done of the phase that runs; whoever does the work counts it here."""
+        """Counts of what is done of the phase that runs, kept by whoever does the work."""
         self._estimate = StepEstimate(rollouts_per_step)
         self._end_s = math.nan
-        """When the run will be over, by `time.monotonic`."""
+        """The end of the run, by `time.monotonic`."""
         self._quiet_s, self._spoke_s = quiet_s, time.monotonic()
         self._depth = 0
         self._is_over = threading.Event()
@@ -232,8 +232,7 @@ class Progress:
         return sum(s for _, s in timed) / sum(n for n, _ in timed) if timed else math.nan
 
     def _shares(self) -> str:
-        """Shares of the recent steps' time by phase, for phases above a fiftieth. Not every step has a
-        rollout."""
+        """Shares of the recent steps' time by phase, for phases above a fiftieth."""
         wall = sum(seconds for _, seconds, _ in self._recent if seconds > 0)
         whole: dict[str, float] = {}
         for phases in self._recent_phases:
@@ -245,14 +244,13 @@ class Progress:
         return f" ({', '.join(shares)})" if shares else ""
 
     def _tokens_per_second(self) -> float:
-        """Tokens that the recent steps trained on, divided by the seconds that they took with their
-        rollouts."""
+        """Tokens that the recent steps trained on, by the seconds that they and their rollouts took."""
         counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens > 0 and seconds > 0]
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
     def _memory(self, record: Mapping[str, Any]) -> str:
-        """The most memory in use in the recent steps, on a CPU with its larger parts. Not every step has a
-        rollout, which may need more than training."""
+        """The most memory in use in the recent steps (a rollout may need more than training), on a CPU by
+        parts."""
         if not self._recent_spans:
             return ""
         fullest = max(self._recent_spans, key=_peak_bytes)
@@ -285,8 +283,7 @@ class Progress:
         self._spoke_s = time.monotonic()
 
     def _watch(self) -> None:
-        """Tell how far the phase has come, in a thread of its own: in the line above a notebook's table, or
-        in a log as lines, one whenever there was none for a while."""
+        """Update the line above a notebook's table, or print a line into a log that had none for a while."""
         while not self._is_over.wait(min(_REDRAW_S, self._quiet_s)):
             if self._table is not None:
                 self._table.update(self._head())
@@ -333,8 +330,7 @@ class Progress:
     # ── The panel ────────────────────────────────────────────────────────────────────────────────────────
 
     def _lines(self, width: int, height: int) -> list[Text]:
-        """The panel's lines, at most `width` columns wide; if there are few rows, only the most important
-        lines."""
+        """The panel's lines, at most `width` columns wide; if there are few rows, only the most important."""
         facts = {**self._shown, **({"eval": self._evaluated} if self._evaluated else {})}
         facts.pop("ETA", "")
         num_rows = max(0, height - 4)
@@ -364,8 +360,7 @@ class Progress:
         return _cut(Text.assemble((head.rstrip(), "bold"), " ", *(bar if room >= 4 else ()), end), width)
 
     def _phase_strip(self, width: int) -> Text:
-        """The phases of a step in a row; the present one is highlighted, with the seconds that it has been
-        running."""
+        """The phases of a step in a row; the present one is highlighted, with its seconds so far."""
         now = self._phase.partition("/")[0]
         strip = Text()
         for phase in _STEP_PHASES if now in _STEP_PHASES or not now else (*_STEP_PHASES, now):
@@ -383,8 +378,7 @@ def _labelled(label: str, text: Text, width: int) -> Text:
 
 
 def _cut(text: Text, width: int) -> Text:
-    """The text in one line, without spaces at its end: if the terminal broke the line, they would fill
-    another one."""
+    """The text in one line, without spaces at its end, which a broken line would put on another one."""
     text.rstrip()
     text.truncate(width, overflow="ellipsis")
     text.no_wrap = True
@@ -433,7 +427,7 @@ def _peak_bytes(span: Mapping[str, Any]) -> float:
 
 
 def _parts_of_host(span: Mapping[str, Any]) -> str:
-    """What holds a twentieth of the memory or more, in GiB, where Python shares it with the run."""
+    """Categories with a twentieth of the memory or more, in GiB, where Python shares it with the run."""
     sizes = span.get("categories") or {}
     if "libraries" not in sizes:
         return ""

@@ -1,4 +1,4 @@
-"""Where a run comes from: the command that started it, the commit of the code around it, the options set."""
+"""The origin of a run: the command that started it, the commit of the code around it, the options set."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ _JSON = str | int | float | list | dict | None
 
 
 def _plain(value: Any) -> Any:
-    """`value` with every enumeration's member replaced by its value, and tuples by lists. What JSON has no
-    form for is replaced by its text in dicts and lists, such as a `torch.dtype` in `model_init_kwargs`."""
+    """`value` as JSON has it: enumerations by their values, tuples as lists, and else its text."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):

@@ -11,13 +11,11 @@ from typing import Any
 
 from colocate.reporting import charts, memory_charts
 from colocate.reporting.axes import compact
-from colocate.reporting.controls import controls
 from colocate.reporting.curves import ends
 from colocate.reporting.language import lang_attribute
-from colocate.reporting.page import CHART_SCRIPTS, card, page, wide_card
+from colocate.reporting.page import CHART_SCRIPTS, card, controls, page, wide_card
 from colocate.reporting.run import Run, number, read_run
-from colocate.reporting.samples import first_and_last, logged_completions
-from colocate.reporting.viewer import viewer
+from colocate.reporting.samples import first_and_last, logged_completions, viewer
 
 REPORT_FILE = "report.html"
 MAX_SAMPLES = 3  # completions shown of the first and of the last logged step

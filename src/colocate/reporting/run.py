@@ -30,7 +30,7 @@ class Run:
     """One record per optimizer step, in order."""
     evals: list[dict[str, Any]]
     num_unreadable: int
-    """How many lines of the record were not a JSON object with a step."""
+    """Lines of the record that were not a JSON object with a step."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,8 @@ class Run:
 
     @cached_property
     def _metrics(self) -> dict[str, list[float]]:
-        """What `metric` has read: a wide and a narrow drawing ask for the same, of up to 50,000 steps."""
+        """Columns that `metric` has read: a wide and a narrow drawing ask for the same, of up to 50,000
+        steps."""
         return {}
 
     def eval_metric(self, name: str) -> tuple[list[float], list[float]]:

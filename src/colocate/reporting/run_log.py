@@ -243,7 +243,7 @@ def _with_metrics(record: dict[str, Any], metrics: Mapping[str, Any]) -> dict[st
 
 
 _LAST_BYTES = 2**16
-"""How many bytes at the end of a record are read to find its last step."""
+"""Bytes at the end of a record that are read to find its last step."""
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 """Characters that some programs take for the end of a line, and the escapes that JSON has for them."""

@@ -1,4 +1,4 @@
-"""What a chart shows, as numbers: from them the page's script draws a part of the steps anew, or smoothed."""
+"""The numbers of a chart, from which the page's script draws a part of the steps anew, or smoothed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Series:
     """Steps of the running mean that is drawn unless a reader asks for something else; 1: none; 0: none, not
     if a reader asks for one either, since the values are a setting."""
     weights: Sequence[float] | None = None
-    """What the values count in means; None: all the same."""
+    """Weights of the values in means; None: all the same."""
     is_raw: bool = True
-    """Whether the values are drawn beside their running mean; a band that is not raw is smoothed like the
-    lines."""
+    """Whether the values are drawn in addition to their running mean; a band that is not raw is smoothed like
+    the lines."""
 
     def text_at(self, x: float) -> str:
         """The label and the values at x; empty if there are none."""

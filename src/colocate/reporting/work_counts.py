@@ -19,7 +19,7 @@ T = TypeVar("T")
 class _Count:
     done: int = 0
     total: int | None = None
-    """How many there will be; None: it is not known."""
+    """Their number in the end; None: it is not known."""
     is_limit: bool = False
     """Whether there may be fewer than `total` in the end."""
     is_part: bool = False
@@ -33,7 +33,7 @@ class _Count:
 
 
 class WorkCounts:
-    """How much of the phase that runs is done, as far as the host knows.
+    """Counts of what is done of the phase that runs, as far as the host knows.
 
     Nothing waits for a device to be counted: an engine counts the tokens that it reads in any case, and a
     micro-batch counts once it has been launched. One thread counts, and any thread may read.
@@ -82,7 +82,7 @@ class WorkCounts:
             self.add(what)
 
     def done(self, what: str) -> int:
-        """How many were added."""
+        """The number that was added."""
         return self._counts[what].done if what in self._counts else 0
 
     def measure(self, read: Callable[[], Mapping[str, int]]) -> None:
@@ -95,7 +95,7 @@ class WorkCounts:
         self._read = read
 
     def words(self) -> str:
-        """What is done, in words; empty if nothing is counted."""
+        """Text that says what is done; empty if nothing is counted."""
         counts = [count.words(what) for what, count in self._known().items()]
         return ", ".join([self.at_work, *counts] if self.at_work else counts)
 
