@@ -33,7 +33,7 @@ from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams

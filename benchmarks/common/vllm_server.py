@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 
 START_S = 420.0
 STOP_S = 60.0

@@ -55,8 +55,8 @@ LOW_RANK = {"optim_target_modules": "all-linear"}
 
 
 def optimizers() -> dict[str, dict[str, Any]]:
-    from colocate.policy.optimizer_names import LOW_RANK as LOW_RANK_NAMES
-    from colocate.policy.optimizer_names import OPTIMIZERS
+    from colocate.policy.optimizer.names import LOW_RANK as LOW_RANK_NAMES
+    from colocate.policy.optimizer.names import OPTIMIZERS
 
     variants = {}
     for name in OPTIMIZERS:

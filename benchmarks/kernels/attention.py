@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import committed, machine, write_result
-from colocate.policy import attention, cudnn_attention
-from colocate.policy.pack import Runs
+from colocate.policy.attention import attention, cudnn_attention
+from colocate.policy.attention.pack import Runs
 
 NUM_TIMED = 10
 # Query heads, key heads, head size, lengths of the queries' runs, of the keys' (None: with themselves).

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import committed, write_result
-from colocate.policy.logprobs import token_logprobs
-from colocate.policy.output_head import OutputHead
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import OutputHead
 
 MODELS = {"1.5b": (1536, 151_936), "7b": (3584, 152_064)}
 """Hidden size and vocabulary of Qwen2.5."""

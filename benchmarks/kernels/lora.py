@@ -21,7 +21,7 @@ from benchmarks.common.results import committed, machine, write_result
 from benchmarks.common.timing import captured, median_s
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels.norms import add_rms_norm
+from colocate.kernels.layer.norms import add_rms_norm
 from colocate.weights.adapters import AdaptedLinear, Adapter, AdapterStack
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, KV_WIDTH = 28, 3584, 18944, 512

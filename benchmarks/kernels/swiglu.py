@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from benchmarks.common.results import committed, write_result
 from benchmarks.common.timing import captured, median_s
 from benchmarks.rollout.cases import SHAPES
-from colocate.kernels.gate import silu_mul
-from colocate.kernels.swiglu import is_faster, swiglu
+from colocate.kernels.matmul.gate import silu_mul
+from colocate.kernels.matmul.swiglu import is_faster, swiglu
 
 NUM_ROWS = (64, 128, 256, 384, 512, 1024, 2048)
 NUM_LAYERS = {"0.5b": 24, "1.5b": 14, "7b": 4}

@@ -39,7 +39,7 @@ def rollout_table(result: dict[str, Any]) -> list[str]:
 
 
 def swiglu_table(result: dict[str, Any]) -> list[str]:
-    """Speedups by model and number of rows, from the result of `kernels/swiglu.py`."""
+    """Speedups by model and number of rows, from the result of `kernels/matmul/swiglu.py`."""
     rows = result["repetitions"]
     counts = sorted({row["num_rows"] for row in rows})
     lines = [f"| rows | {' | '.join(f'{count:,}' for count in counts)} |", "|---" * (len(counts) + 1) + "|"]

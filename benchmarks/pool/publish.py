@@ -31,7 +31,7 @@ from benchmarks.common.random_model import config_of
 from benchmarks.common.results import Record, origin
 from benchmarks.rollout.cases import model_directory
 from colocate.http.key import VARIABLE
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from colocate.rollout_server.trainer.client import Workers
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.patience import patience_among

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 
 PAGE_SIZE = 64
 BLOCK = 128

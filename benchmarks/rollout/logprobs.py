@@ -56,10 +56,10 @@ def ask_trainer(model: Any, scored: Scored) -> None:
     import torch
 
     from colocate.data.packing import pack
-    from colocate.policy.host_activations import HostActivations
-    from colocate.policy.logprobs import token_logprobs
-    from colocate.policy.output_head import output_head
-    from colocate.policy.stack import DecoderStack
+    from colocate.policy.head.logprobs import token_logprobs
+    from colocate.policy.head.output_head import output_head
+    from colocate.policy.stack.host_activations import HostActivations
+    from colocate.policy.stack.stack import DecoderStack
     from colocate.types import Sample
 
     device = next(model.parameters()).device

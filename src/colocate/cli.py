@@ -17,8 +17,7 @@ from colocate.commands import chat, export, merge, plan, report, rollout_serve, 
 from colocate.commands import eval as measure
 from colocate.commands.vocabulary import TAKE_RUN_OPTIONS, in_words_of
 from colocate.options.redaction import redacted
-from colocate.parallel.error_file import record_failure
-from colocate.parallel.last_words import say
+from colocate.parallel.rank_failure import record_failure, say
 from colocate.users_code.exits import LoudExits, place_of_exit
 from colocate.version import __version__
 

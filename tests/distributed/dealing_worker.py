@@ -27,7 +27,7 @@ from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.train_plan import TrainPlan
 from colocate.parallel.mesh import Mesh
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
 from colocate.reporting.metrics import Metrics

@@ -32,8 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.parallel.mesh import Mesh
 from colocate.policy import policy as policy_module
-from colocate.policy.loading import enable_gradient_checkpointing
-from colocate.policy.precision import cast_to_bf16
+from colocate.policy.model.loading import enable_gradient_checkpointing
+from colocate.policy.model.precision import cast_to_bf16
 from colocate.policy.reference import make_reference
 from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.fully_sharded import shard_fully

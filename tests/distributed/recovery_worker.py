@@ -30,10 +30,10 @@ from colocate.engines.native.model_runner import ModelRunner
 from colocate.memory.train_plan import TrainPlan
 from colocate.parallel.mesh import Mesh
 from colocate.policy import policy as policy_module
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import FrozenCopy
-from colocate.policy.stack import DecoderLayer
+from colocate.policy.stack.stack import DecoderLayer
 from colocate.types import Prompt, SamplingParams
 from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights

@@ -26,9 +26,8 @@ from colocate.checkpoints.sealed import list_checkpoints
 from colocate.cli import main
 from colocate.clusters.actor import ProcessActor
 from colocate.clusters.cluster import connected
-from colocate.parallel.ask import Ask
-from colocate.parallel.launcher_variables import without_launchers
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port, without_launchers
+from colocate.parallel.ray_cluster import ClusterRequest
 from colocate.version import __version__
 from listening import LOOPBACK, kinds_of, said_of, sockets
 from processes import TORCHRUN
@@ -434,14 +433,14 @@ def test_a_node_with_another_version_says_so(tmp_path):
 
 
 def test_arithmetic_of_nodes():
-    ask = Ask(2, 8, on_gpus=True)
+    ask = ClusterRequest(2, 8, on_gpus=True)
     assert ask.shortage([4, 0, 8], "GPU") == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
     assert ask.bundles == [[{"CPU": 1, "GPU": 1}] * 8] * 2
-    assert Ask(1, 2, on_gpus=False).bundles == [[{"CPU": 1}] * 2]
-    own = Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4, is_colocated=False)
+    assert ClusterRequest(1, 2, on_gpus=False).bundles == [[{"CPU": 1}] * 2]
+    own = ClusterRequest(1, 8, on_gpus=True, num_replicas=3, replica_size=4, is_colocated=False)
     assert own.bundles == [[{"CPU": 1, "GPU": 1}] * 8, *[[{"CPU": 4, "GPU": 4}]] * 3]
     assert own.shortage([8, 8], "GPU") == "asked 20 GPUs in 1 × 8 + 3 × 4, Ray sees 8 + 8"
-    assert Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4).sizes("GPU") == [8], (
+    assert ClusterRequest(1, 8, on_gpus=True, num_replicas=3, replica_size=4).sizes("GPU") == [8], (
         "they are beside ranks"
     )
 

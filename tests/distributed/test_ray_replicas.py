@@ -27,7 +27,7 @@ from colocate.clusters.cluster import connected, places
 from colocate.clusters.process import Ending, present
 from colocate.clusters.replica import Replica
 from colocate.clusters.start import Start
-from colocate.parallel.ask import Ask
+from colocate.parallel.ray_cluster import ClusterRequest
 from processes import SOURCE
 from ray_runs import launch_here, rewards
 
@@ -70,7 +70,7 @@ def vllm(tmp_path, monkeypatch) -> None:
 
 @contextmanager
 def replicas_of(
-    ask: Ask, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
+    ask: ClusterRequest, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
 ) -> Iterator[Start]:
     """The processes of a run with replicas and a rank on each of two nodes, of which none runs."""
     monkeypatch.chdir(directory)
@@ -109,7 +109,7 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     """One with its server, one with its actor; both listen where they did."""
     import ray
 
-    ask = Ask(2, 1, on_gpus=False, num_replicas=2)
+    ask = ClusterRequest(2, 1, on_gpus=False, num_replicas=2)
     with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as start:
         first, second = start.replicas
         before, urls = [], []
@@ -145,7 +145,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
     monkeypatch.setattr(replica_module, "ANSWER_S", 3.0)
     monkeypatch.setattr(replica_module, "PATIENCE", 2)
-    ask = Ask(2, 1, on_gpus=False, num_replicas=1)
+    ask = ClusterRequest(2, 1, on_gpus=False, num_replicas=1)
     with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as start:
         (replica,) = start.replicas
         before, urls = [], []
@@ -175,7 +175,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
 
 
 def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
-    ask = Ask(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
+    ask = ClusterRequest(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
     with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as start:
         ending = watched(start, lambda: False)
         assert ending is not None and not ending.was_lost and ending.code == 1

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from colocate.parallel import meeting
+from colocate.parallel.launching import free_port
 from colocate.parallel.meeting import Meeting, absence, in_words, meet
-from colocate.parallel.ports import free_port
 from colocate.run import start_checks
 from processes import SOURCE
 from tiny import make_model

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from colocate.engines.vllm.groups import TensorParallelGroup
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 
 
 def _worker(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from colocate.parallel.watch import Tail, Watch
 from processes import SOURCE, TORCHRUN
 

@@ -31,14 +31,14 @@ from colocate.algorithms.objective import Objective
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.experience import ranks
 from colocate.parallel.mesh import Mesh
-from colocate.policy import stack as stack_module
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import token_logprobs
-from colocate.policy.output_head import output_head
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import output_head
 from colocate.policy.policy import Policy, UpdateResult
 from colocate.policy.reference import make_reference
-from colocate.policy.stack import DecoderLayer, DecoderStack
-from colocate.policy.weight_store import WeightStore, gather_full
+from colocate.policy.stack import stack as stack_module
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderLayer, DecoderStack
+from colocate.policy.stack.weight_store import WeightStore, gather_full
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.weight_parts import split_weights, splits_of, storage_of
 

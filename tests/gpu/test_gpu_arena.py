@@ -18,7 +18,7 @@ import torch
 
 import colocate
 from colocate.engines.native.kv_cache import KVCache
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 from colocate.memory.arena import HANDLE_BYTES, Arena, ArenaExhausted
 
 pytestmark = pytest.mark.gpu

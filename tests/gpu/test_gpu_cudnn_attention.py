@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.policy import cudnn_attention, padded_attention
-from colocate.policy.pack import Runs
+from colocate.policy.attention import cudnn_attention, padded_attention
+from colocate.policy.attention.pack import Runs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,11 +26,11 @@ from engine_models import greedy_completions as greedy
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import BLOCK_SIZE, gumbel_noise
-from colocate.kernels import streamed
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import token_logprobs as trainer_token_logprobs
-from colocate.policy.output_head import output_head
-from colocate.policy.stack import DecoderStack
+from colocate.kernels.matmul import streamed
+from colocate.policy.head.logprobs import token_logprobs as trainer_token_logprobs
+from colocate.policy.head.output_head import output_head
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from engine_models import greedy_completions, greedy_references, make_prompts, t
 from test_native_engine_lora import check_that_the_adapters_state_is_that_of_the_moment
 from test_native_engine_lora import lora as make_lora
 
-from colocate.kernels import lora as kernels
+from colocate.kernels.matmul import lora as kernels
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from engine_models import greedy_completions, greedy_references, make_model, make_prompts
 
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
 from colocate.memory.offload import HostStore
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from tiny import make_trainer
 
 pytestmark = pytest.mark.gpu

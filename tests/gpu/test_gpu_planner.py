@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Trainin
 from colocate.memory.rows import Moment
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.memory.workload import Workload
-from colocate.policy.cudnn_attention import has_cudnn
+from colocate.policy.attention.cudnn_attention import has_cudnn
 from colocate.policy.footprint import train_rows
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample

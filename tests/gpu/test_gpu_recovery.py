@@ -10,7 +10,7 @@ from test_stack import samples_of
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 
 pytestmark = pytest.mark.gpu

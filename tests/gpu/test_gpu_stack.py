@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
-from colocate.policy import stack as stack_module
-from colocate.policy.self_check import check_stack
+from colocate.policy.checks.self_check import check_stack
+from colocate.policy.stack import stack as stack_module
 
 pytestmark = pytest.mark.gpu
 

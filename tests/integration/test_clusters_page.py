@@ -21,7 +21,7 @@ from colocate.clusters import replica
 from colocate.commands.train import _ask
 from colocate.config.run_config import parse_run
 from colocate.options.run_file import read_overrides
-from colocate.parallel.ask import Ask
+from colocate.parallel.ray_cluster import ClusterRequest
 from colocate.parallel.slices import cut
 from colocate.rollout_server.command_line import MEMORY_SHARE, serve_command
 from colocate.rollout_server.vllm.serve import _check_options
@@ -33,7 +33,7 @@ SOURCES = " ".join(
     for path in (
         *(ROOT / "src/colocate/clusters").glob("*.py"),
         ROOT / "src/colocate/commands/train.py",
-        ROOT / "src/colocate/parallel/ray_head.py",
+        ROOT / "src/colocate/parallel/ray_cluster.py",
     )
 )
 JOB = "ray job submit --address http://10.0.0.1:8265 --working-dir . --"
@@ -50,7 +50,7 @@ COMMANDS = [
 ]
 
 
-def options_of(command: str) -> tuple[Ask, list[str]]:
+def options_of(command: str) -> tuple[ClusterRequest, list[str]]:
     """What `colocate train ...` asks of the cluster, and the run's own options."""
     program, *words = shlex.split(command)
     assert (program, words[0]) == ("colocate", "train")
@@ -98,7 +98,7 @@ def test_commands(command, monkeypatch):
         check_run(command)
 
 
-def check_run(command: str, *, on_storage: bool = False) -> Ask:
+def check_run(command: str, *, on_storage: bool = False) -> ClusterRequest:
     ask, (file, *rest) = options_of(command)
     assert file.endswith("run.yaml") or (ROOT / file).is_file()
     _, options = parse_run(read_overrides(rest))
@@ -166,9 +166,9 @@ def test_messages_are_those_of_the_code_or_rays():
 
 
 def test_the_page_says_what_the_arithmetic_says():
-    said = Ask(2, 8, on_gpus=True).shortage([8, 4], "GPU")
+    said = ClusterRequest(2, 8, on_gpus=True).shortage([8, 4], "GPU")
     assert f"`{said}`" in PAGE
-    own = Ask(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
+    own = ClusterRequest(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
     assert f"`{own.shortage([8, 8], 'GPU')}`" in PAGE
     assert (replica.QUESTION_S, replica.ANSWER_S, replica.PATIENCE) == (1.0, 10.0, 6), "as the page says"
     with pytest.raises(ValueError) as raised:
@@ -192,7 +192,7 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     assert read["--dtype"] == "bfloat16" and read["--gpu-memory-utilization"] == str(MEMORY_SHARE)
     assert "--enable-sleep-mode" in vllm_options and vllm_options[-2:] == ["--max-model-len", "4096"]
     assert vllm_options.index("1024") < vllm_options.index("4096"), "the user's come last"
-    on_cpus = Ask(1, 4, on_gpus=False, num_replicas=2, replica_size=2)
+    on_cpus = ClusterRequest(1, 4, on_gpus=False, num_replicas=2, replica_size=2)
     for each, precision, expected in (
         (on_cpus, {}, "float32"),
         (on_cpus, {"bf16": "true"}, "bfloat16"),

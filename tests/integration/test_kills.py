@@ -30,7 +30,7 @@ from test_turns import SHORT_TURNS, always_calling, by_tokens, chat_model, quest
 
 from colocate.checkpoints import sealed
 from colocate.checkpoints.sealed import list_checkpoints
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from tiny import count_digits, make_model, make_trainer
 from tool_chat import add
 

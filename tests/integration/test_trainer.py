@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from colocate import GRPOConfig, GRPOTrainer
-from colocate.policy.stack import DecoderStack
+from colocate.policy.stack.stack import DecoderStack
 from colocate.weights import layouts
 from colocate.weights.adapters import base_linear
 from tiny import (

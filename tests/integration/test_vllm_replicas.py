@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
 
 from colocate.cli import _split_at_dashes
-from colocate.parallel.ask import Ask
-from colocate.parallel.launcher_variables import without_launchers
+from colocate.parallel.launching import without_launchers
+from colocate.parallel.ray_cluster import ClusterRequest
 from colocate.rollout_server.command_line import serve_command
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
@@ -94,7 +94,7 @@ def test_vllm_takes_what_replicas_are_started_with():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     own = ("--max-model-len", "4096")
-    ask = Ask(1, 8, on_gpus=True, num_replicas=4, replica_size=2, vllm_options=own)
+    ask = ClusterRequest(1, 8, on_gpus=True, num_replicas=4, replica_size=2, vllm_options=own)
     values = {"model_name_or_path": "some/model", "model_revision": "main", "trust_remote_code": "true"}
     _, options = _split_at_dashes(serve_command(ask, values, "127.0.0.1", 8000))
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(options)

@@ -19,8 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from colocate.kernels import gate, norms, rotary, softmax
 from colocate.kernels.compile_ahead import compiling
+from colocate.kernels.layer import norms, rotary
+from colocate.kernels.matmul import gate
+from colocate.kernels.train import softmax
 
 compiled: dict[str, list[str]] = {"ahead": [], "as needed": []}
 loaded: list[str] = []

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from colocate.kernels import decode_attention, prefixes
+from colocate.kernels.decode import attention as decode_attention
+from colocate.kernels.decode import prefixes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # engine_models
 

@@ -17,10 +17,10 @@ import triton
 from absent_gpu import Driver
 from triton.runtime import driver
 
-from colocate.kernels import e4m3
-from colocate.kernels.decode_attention import DecodeScratch, decode_attention
+from colocate.kernels.decode.attention import DecodeScratch, decode_attention
 from colocate.kernels.definitions import Rotation
-from colocate.kernels.rotary import rotate_and_store
+from colocate.kernels.fp8 import e4m3
+from colocate.kernels.layer.rotary import rotate_and_store
 
 ptx: dict[str, list[str]] = {}
 

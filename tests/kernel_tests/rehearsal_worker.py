@@ -23,10 +23,12 @@ from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.policy import logprobs, operations, rehearsal
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.output_head import output_head
-from colocate.policy.stack import DecoderStack
+from colocate.kernels.train import operations
+from colocate.policy.checks import kernel_compilation as rehearsal
+from colocate.policy.head import logprobs
+from colocate.policy.head.output_head import output_head
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocate.kernels import decode_attention as attention
-from colocate.kernels import e4m3
-from colocate.kernels import prefixes as prefixes_module
-from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.decode import attention
+from colocate.kernels.decode import prefixes as prefixes_module
+from colocate.kernels.decode.attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.decode.prefixes import SharedPrefixes
 from colocate.kernels.definitions import Rotation, rms_norm, rotate
-from colocate.kernels.prefixes import SharedPrefixes
+from colocate.kernels.fp8 import e4m3
 
 NAN = float("nan")
 # Outputs are means of normal values; the weights and the result are rounded to the type once each.

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, draw, few
 
-from colocate.kernels import head, ping_pong, sampling
+from colocate.kernels.decode import head, sampling
+from colocate.kernels.matmul import ping_pong
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

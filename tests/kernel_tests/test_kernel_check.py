@@ -12,9 +12,9 @@ from engine_models import make_model
 from hopper import needs_hopper
 
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import fallbacks, kernel_check
-from colocate.kernels.kernel_check import CHECKS, TOLERANCE, Outcome
-from colocate.kernels.tested_versions import TESTED
+from colocate.kernels.checks import fallbacks, kernel_check
+from colocate.kernels.checks.kernel_check import CHECKS, TOLERANCE, Outcome
+from colocate.kernels.checks.tested_versions import TESTED
 from colocate.weights.layouts import Layout, layout_for
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from rounding import ULP, assert_rounds_like, draw, dtypes, few, strided
 
 from colocate.kernels.definitions import rms_norm, rotate
-from colocate.kernels.norms import add_rms_norm
-from colocate.kernels.rotary import rotate_and_store
+from colocate.kernels.layer.norms import add_rms_norm
+from colocate.kernels.layer.rotary import rotate_and_store
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-6

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import assert_within, examples
 
-from colocate.kernels.lora import expand
+from colocate.kernels.matmul.lora import expand
 from colocate.weights.adapters import Adapter, AdapterStack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

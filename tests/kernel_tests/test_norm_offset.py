@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from colocate.kernels import definitions
-from colocate.kernels.norms import add_rms_norm, rms_norm, rms_norm_backward
-from colocate.kernels.rotary import rotate, rotate_and_store, rotate_backward
-from colocate.policy import operations
+from colocate.kernels.layer.norms import add_rms_norm, rms_norm, rms_norm_backward
+from colocate.kernels.layer.rotary import rotate, rotate_and_store, rotate_backward
+from colocate.kernels.train import operations
 
 EPS = 1e-6
 DTYPES = [torch.float16, torch.float32]

@@ -9,7 +9,7 @@ from engine_models import make_model
 from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters

@@ -1,12 +1,15 @@
-"""Rounding to 8 bits in kernels against `kernels.e4m3`, which tests/unit/test_e4m3.py holds to the format."""
+"""Rounding to 8 bits in kernels against `kernels.fp8.e4m3`, which tests/unit/test_e4m3.py holds to the
+format."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from colocate.kernels import e4m3, gate, norms, quantize, rotary
 from colocate.kernels.definitions import norm_and_rotate, rms_norm
+from colocate.kernels.fp8 import e4m3, quantize
+from colocate.kernels.layer import norms, rotary
+from colocate.kernels.matmul import gate
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=str)

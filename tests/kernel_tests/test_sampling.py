@@ -14,8 +14,8 @@ from rounding import examples
 
 from colocate.engines.native import sampler
 from colocate.engines.native.sampler import BLOCK_SIZE, Sampler, gumbel_noise, philox
-from colocate.kernels import sampling
-from colocate.kernels.sampling import choose, draw_candidates, sample
+from colocate.kernels.decode import sampling
+from colocate.kernels.decode.sampling import choose, draw_candidates, sample
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from colocate.kernels.softmax import softmax_gradient, softmax_statistics
-from colocate.policy import logprobs as module
-from colocate.policy.logprobs import logprob_bytes, token_logprobs
-from colocate.policy.output_head import OutputHead
+from colocate.kernels.train.softmax import softmax_gradient, softmax_statistics
+from colocate.policy.head import logprobs as module
+from colocate.policy.head.logprobs import logprob_bytes, token_logprobs
+from colocate.policy.head.output_head import OutputHead
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 few = examples(25)

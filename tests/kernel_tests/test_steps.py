@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import examples
 
-from colocate.kernels.steps import begin_step, end_step
+from colocate.kernels.decode.steps import begin_step, end_step
 
 few = examples(40)
 UNTOUCHED = -77

@@ -19,8 +19,9 @@ from colocate.engines.native.projections import Projection
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.tensor_parallel import OneRank
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import e4m3, streamed
-from colocate.kernels.norms import add_rms_norm
+from colocate.kernels.fp8 import e4m3
+from colocate.kernels.layer.norms import add_rms_norm
+from colocate.kernels.matmul import streamed
 from colocate.weights.adapters import AdaptedLinear, Adapter, EightBitWeight
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters

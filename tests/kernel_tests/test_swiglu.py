@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rounding import ULP, assert_within, draw, few
 
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import ping_pong, swiglu
-from colocate.kernels import swiglu_many_rows as many
-from colocate.kernels.gate import silu_mul
+from colocate.kernels.matmul import ping_pong, swiglu
+from colocate.kernels.matmul import swiglu_many_rows as many
+from colocate.kernels.matmul.gate import silu_mul
 from colocate.weights.adapters import AdaptedLinear, Adapter
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

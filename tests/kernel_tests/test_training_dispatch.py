@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from rounding import draw
 from transformers.activations import ACT2FN
 
-from colocate.kernels import attention_merge, gate, norms, rotary
-from colocate.policy import operations
+from colocate.kernels.layer import norms, rotary
+from colocate.kernels.matmul import gate
+from colocate.kernels.train import attention_merge, operations
 from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6

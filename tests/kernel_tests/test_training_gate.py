@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, assert_rounds_like, draw, dtypes, few, strided
 
-from colocate.kernels.gate import (
+from colocate.kernels.matmul.gate import (
     silu_mul,
     silu_mul_backward,
     silu_mul_low_rank,

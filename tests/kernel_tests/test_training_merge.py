@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import assert_rounded_once, draw, dtypes, few
 
-from colocate.kernels.attention_merge import merge_attention
+from colocate.kernels.train.attention_merge import merge_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, assert_rounds_like, draw, dtypes, few, strided
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from colocate.kernels.norms import rms_norm, rms_norm_backward
+from colocate.kernels.layer.norms import rms_norm, rms_norm_backward
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-6

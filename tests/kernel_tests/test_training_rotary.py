@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, draw, dtypes, few, strided
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from colocate.kernels.rotary import rotate, rotate_backward
+from colocate.kernels.layer.rotary import rotate, rotate_backward
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EPS = 1e-6

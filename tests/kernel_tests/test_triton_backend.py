@@ -29,7 +29,8 @@ from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.tensor_parallel import OneRank
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import lora, prefixes
+from colocate.kernels.decode import prefixes
+from colocate.kernels.matmul import lora
 from colocate.memory import arena
 from colocate.types import Completion, SamplingParams
 from colocate.weights.layouts import WeightPart, layout_for

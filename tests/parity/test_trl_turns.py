@@ -27,7 +27,7 @@ from colocate.experience.judge import Judge, Rollout
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.weighting import shuffled_slices, with_entropy_threshold
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.rewards.base import RewardFunctions
 from colocate.types import Completion, Prompt, Sample

@@ -15,7 +15,7 @@ from colocate import GRPOConfig
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.experience.agreement import Agreement
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.run.build import build_agreement
 from colocate.types import Sample, SamplingParams

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_configs import LINEAR_ATTENTION, MROPE, QWEN_VISION, VISION
 
 from colocate.commands.run_options import require
-from colocate.policy.precision import check_types
+from colocate.policy.model.precision import check_types
 from colocate.reporting.metrics import Metrics
 from tiny import EOS, PAD, VOCAB_SIZE, changed_weights, make_tokenizer, make_trainer, weights_of
 

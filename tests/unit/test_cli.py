@@ -424,7 +424,7 @@ def test_plan_as_json(model_dir, capsys):
 
 
 def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
-    from colocate.kernels.decode_attention import DecodeScratch
+    from colocate.kernels.decode.attention import DecodeScratch
 
     arguments = ["plan", "--model_name_or_path", model_dir, "--json", "--device_memory_gib", "80"]
     assert main([*arguments, "--max_num_seqs", "9"]) == 0

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.policy import cudnn_attention
-from colocate.policy.pack import Runs
+from colocate.policy.attention import cudnn_attention
+from colocate.policy.attention.pack import Runs
 
 LENGTHS = st.lists(st.integers(0, 3000), min_size=1, max_size=40).filter(any)
 

@@ -8,7 +8,7 @@ from eight_bit_models import power_for, rounded, vectors_in_8bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 
 SIZES = st.floats(-1e6, 1e6, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
 

@@ -11,8 +11,8 @@ import torch
 from engine_models import make_model
 
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import fallbacks
-from colocate.kernels.fallbacks import (
+from colocate.kernels.checks import fallbacks
+from colocate.kernels.checks.fallbacks import (
     Fallback,
     of_products_8bit,
     of_rollout,
@@ -20,9 +20,10 @@ from colocate.kernels.fallbacks import (
     of_versions,
     why_not_flash,
 )
-from colocate.kernels.kernel_check import Outcome
-from colocate.kernels.tested_versions import TESTED
-from colocate.policy import cudnn_attention, stack
+from colocate.kernels.checks.kernel_check import Outcome
+from colocate.kernels.checks.tested_versions import TESTED
+from colocate.policy.attention import cudnn_attention
+from colocate.policy.stack import stack
 from colocate.weights.layouts import Layout, layout_for
 
 TORCH, TRITON = TESTED["PyTorch"][-1], TESTED["Triton"][-1]

@@ -10,8 +10,8 @@ import torch
 from engine_models import make_lora, make_model
 from torch import nn
 
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.stack import DecoderStack
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack
 from colocate.weights.layouts import causal_lm, has_layout, layout_for
 
 

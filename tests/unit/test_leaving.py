@@ -10,7 +10,7 @@ ENDINGS = """
 import atexit, os, sys
 import torch
 import torch.distributed as dist
-from colocate.parallel.leaving import leave_process_groups
+from colocate.parallel.collectives import leave_process_groups
 
 def ending(handlers):
     # The exit code of a process whose group's thread has 20,000 tensors to free when the interpreter ends.

@@ -14,15 +14,15 @@ from transformers import (
     XGLMConfig,
 )
 
-from colocate.policy.dropout import disable_dropout
-from colocate.policy.loading import (
+from colocate.policy.model.loading import (
     add_adapter,
     check_vocabulary,
     load_model,
     set_pad_token,
     stop_token_ids,
 )
-from colocate.policy.precision import cast_to_bf16
+from colocate.policy.model.precision import cast_to_bf16
+from colocate.policy.model.training_mode import disable_dropout
 
 CONFIG = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 

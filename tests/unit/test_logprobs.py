@@ -15,9 +15,9 @@ from transformers import (
     LlamaConfig,
 )
 
-from colocate.policy.head_check import check_output_head
-from colocate.policy.logprobs import token_logprobs
-from colocate.policy.output_head import OutputHead, output_head
+from colocate.policy.checks.head_check import check_output_head
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import OutputHead, output_head
 
 
 def reference(hidden, weight, bias, targets, scale, softcap, temperature):

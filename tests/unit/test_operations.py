@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from colocate.policy import operations
+from colocate.kernels.train import operations
 from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6

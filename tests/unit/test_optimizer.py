@@ -13,10 +13,10 @@ from transformers.training_args import OptimizerNames
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.policy.footprint import MOMENTS_BYTES
-from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.optimizer_names import ARGUMENTS, REFUSED_OPTIMIZERS
-from colocate.policy.optimizer_names import OPTIMIZERS as NAMES
-from colocate.policy.precision import cast_to_bf16
+from colocate.policy.model.precision import cast_to_bf16
+from colocate.policy.optimizer.names import ARGUMENTS, REFUSED_OPTIMIZERS
+from colocate.policy.optimizer.names import OPTIMIZERS as NAMES
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 
 
 @pytest.fixture(autouse=True)

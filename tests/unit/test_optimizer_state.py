@@ -9,8 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainingArguments
 
 from colocate.parallel.mesh import Mesh
-from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.optimizer_state import Placement, read_state, shapes_of, tensors_of
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.state import Placement, read_state, shapes_of, tensors_of
 from colocate.weights.weight_parts import UNSPLIT
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.policy import padded_attention
-from colocate.policy.pack import Runs
+from colocate.policy.attention import padded_attention
+from colocate.policy.attention.pack import Runs
 
 HEADS, KV_HEADS, HEAD_SIZE, SCALE = 4, 2, 8, 0.3
 

@@ -14,8 +14,7 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.footprint import engine_rows, rollout_rows
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.tensor_parallel import Shortage, TensorParallel, joined_groups
-from colocate.memory.sharding import Sharding
-from colocate.memory.workload import Workload
+from colocate.memory.workload import Sharding, Workload
 from colocate.types import Prompt
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.shapes import Lora, ModelShapes

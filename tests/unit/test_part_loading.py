@@ -13,8 +13,8 @@ from engine_models import make_model
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from colocate.policy import loading
-from colocate.policy.loading import prepare_model
+from colocate.policy.model import loading
+from colocate.policy.model.loading import prepare_model
 from colocate.weights import part_loading
 from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights

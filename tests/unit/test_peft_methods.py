@@ -10,11 +10,11 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftModel, get_peft_mo
 from transformers import TrainingArguments
 
 from colocate.engines.transformers_engine import TransformersEngine
-from colocate.policy.loading import add_adapter
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.model.loading import add_adapter
+from colocate.policy.model.trained_weights import check_trained_weights
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
-from colocate.policy.trained_weights import check_trained_weights
 from colocate.types import Sample
 from tiny import VOCAB_SIZE, make_model, make_trainer
 

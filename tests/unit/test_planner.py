@@ -41,9 +41,9 @@ from colocate.planning.planner import (
 )
 from colocate.planning.run_options import planner_for, wishes_of, workload_of
 from colocate.policy.footprint import Microbatch, kept_bytes_per_token, train_flops_per_token
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.stack import DecoderStack
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack
 from colocate.run.build import first_plan
 from colocate.types import Prompt
 from colocate.weights.shapes import FourBit, Lora, ModelShapes

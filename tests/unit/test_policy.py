@@ -23,15 +23,15 @@ from transformers import TrainingArguments
 
 from colocate.algorithms.objective import Objective, ObjectiveParams
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.loading import enable_gradient_checkpointing
-from colocate.policy.logprobs import token_logprobs
-from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.output_head import output_head
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import output_head
+from colocate.policy.model.loading import enable_gradient_checkpointing
+from colocate.policy.model.precision import cast_to_bf16
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy, UpdateResult
-from colocate.policy.precision import cast_to_bf16
 from colocate.policy.reference import AdapterOff, FrozenAdapter, FrozenCopy, make_reference
-from colocate.policy.stack import DecoderStack, runs_packed
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 from colocate.weights.weight_parts import splits_of

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from colocate.parallel import ports
-from colocate.parallel.ports import free_port
+from colocate.parallel import launching as ports
+from colocate.parallel.launching import free_port
 
 
 def test_a_free_port_can_be_had_and_is_none_of_an_outgoing_connection() -> None:

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from colocate.commands.run_options import with_model_options
 from colocate.config.run_config import RunConfig
-from colocate.policy.loading import load_model
-from colocate.policy.logprobs import token_logprobs
-from colocate.policy.output_head import OutputHead
-from colocate.policy.precision import cast_to_bf16
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import OutputHead
+from colocate.policy.model.loading import load_model
+from colocate.policy.model.precision import cast_to_bf16
 from tiny import EOS, PAD, VOCAB_SIZE, logged, make_config, make_model, make_tokenizer, make_trainer
 
 SIZES: dict[str, Any] = dict(

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.kernels import prefixes as prefixes_module
-from colocate.kernels.prefixes import NUM_ITEM_FIELDS, SharedPrefixes
+from colocate.kernels.decode import prefixes as prefixes_module
+from colocate.kernels.decode.prefixes import NUM_ITEM_FIELDS, SharedPrefixes
 
 PAGE_SIZE = 64
 MAX_NUM_SEQS = 96

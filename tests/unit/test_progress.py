@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, ConsoleDimensions
 from rich.style import Style
 
-from colocate.parallel.last_words import in_lines
+from colocate.parallel.rank_failure import in_lines
 from colocate.reporting.progress import Progress, sparkline
 
 GIB = 2**30

@@ -18,7 +18,7 @@ LOOPBACK_SWITCH = "ray._private.ray_constants"
 """Ray has no public one that keeps the ports of a cluster of one machine from others."""
 MOST_LINES = 900
 """Of the launcher, that is of all modules of the package, those without Ray, too. Not counted is what needs
-no Ray and is beside it: `parallel/ask.py`, `slices.py`, `ray_place.py` and `ray_head.py`."""
+no Ray and is beside it: `parallel/ray_cluster.py` and `slices.py`."""
 ADAPTER = "engines/trtllm/ray_server.py"
 """TensorRT-LLM's server is an actor beside a rank."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from colocate.parallel import ray_head
+from colocate.parallel import ray_cluster as ray_head
 
 
 @pytest.fixture(autouse=True)

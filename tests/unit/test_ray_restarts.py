@@ -15,8 +15,8 @@ from colocate.checkpoints.sealed import MANIFEST
 from colocate.clusters import launch as launch_module
 from colocate.clusters.launch import launch
 from colocate.clusters.process import Ending
-from colocate.parallel.ask import Ask
-from colocate.parallel.error_file import VARIABLE, read_failure, record_failure
+from colocate.parallel.rank_failure import VARIABLE, read_failure, record_failure
+from colocate.parallel.ray_cluster import ClusterRequest
 
 LOST, FAILED, STOPPED = (
     Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),
@@ -76,7 +76,7 @@ def play(monkeypatch, tmp_path):
             yield True
 
         @contextmanager
-        def places(ask: Ask, name: str, **_: Any):
+        def places(ask: ClusterRequest, name: str, **_: Any):
             yield "of ranks", "of servers"
             ended.append(name)
 
@@ -88,7 +88,7 @@ def play(monkeypatch, tmp_path):
         class Start:
             ranks, replicas = ("a rank",), ("a server",)
 
-            def __init__(self, asked: Ask, values: Any, *groups: str) -> None:
+            def __init__(self, asked: ClusterRequest, values: Any, *groups: str) -> None:
                 assert asked == ask and groups == ("of ranks", "of servers")
 
             async def run(self, arguments: list[str]) -> Ending:
@@ -104,7 +104,7 @@ def play(monkeypatch, tmp_path):
         stand_ins["run_directory"] = lambda: "here"
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
-        ask = Ask(1, 2, on_gpus=False, max_restarts=max_restarts)
+        ask = ClusterRequest(1, 2, on_gpus=False, max_restarts=max_restarts)
         try:
             outcome: int | str = launch(["train"], {"output_dir": str(output_dir)}, ask)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.types import SamplingParams
 

@@ -15,7 +15,7 @@ from colocate.engines.native.eight_bit_weights import EightBitWeights, check_gpu
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.kept_pages import KeptPages
 from colocate.engines.native.kv_cache import KVCache
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout, WeightPart, layout_for
 from colocate.weights.shapes import ModelShapes

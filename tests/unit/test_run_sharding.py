@@ -16,7 +16,7 @@ from colocate.parallel.decode_mesh import DecodeMesh
 from colocate.planning import run_sharding
 from colocate.planning.hardware import find_gpu
 from colocate.planning.run_sharding import choose_weight_parts
-from colocate.policy import cudnn_attention
+from colocate.policy.attention import cudnn_attention
 from colocate.run import mesh as run_mesh
 from colocate.run.header import shard_row
 from colocate.run.mesh import weight_parts_of

@@ -16,9 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RMSNorm,
 )
 
-from colocate.policy.dropout import disable_dropout
-from colocate.policy.self_check import check_stack, small_model_of
-from colocate.policy.stack import DecoderStack
+from colocate.policy.checks.self_check import check_stack, small_model_of
+from colocate.policy.model.training_mode import disable_dropout
+from colocate.policy.stack.stack import DecoderStack
 from colocate.weights.layouts import WeightPart, causal_lm, layout_for
 from colocate.weights.weight_parts import split_weights
 

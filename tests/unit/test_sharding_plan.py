@@ -14,8 +14,8 @@ from test_planner import GIB, LARGE_SHAPES, allocated, on_gpu, size_of, workload
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from colocate.config.grpo_config import GRPOConfig
-from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import TrainPlan
+from colocate.memory.workload import Sharding
 from colocate.planning.communication import all_reduce_s, exchange_s, gathers_s, link_bytes_per_s
 from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import account, train_bytes

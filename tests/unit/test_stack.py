@@ -12,11 +12,11 @@ from test_policy import PACKED, make_model, make_samples
 from torch import Tensor
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
-from colocate.policy import projections
-from colocate.policy import stack as stack_module
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.pack import Pack
-from colocate.policy.stack import DecoderStack
+from colocate.policy.attention.pack import Pack
+from colocate.policy.stack import projections
+from colocate.policy.stack import stack as stack_module
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
 

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics
 from colocate.types import Prompt, Sample, SamplingParams

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PveraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PhimoeConfig
 
-from colocate.policy.training_mode import check_wrapper, training_only
+from colocate.policy.model.training_mode import check_wrapper, training_only
 from tiny import EOS, PAD, VOCAB_SIZE, logged, make_model, make_trainer, weights_of
 
 

@@ -25,9 +25,8 @@ from colocate.engines.registry import ENGINES, EngineParts
 from colocate.engines.trtllm import arguments as arguments_module
 from colocate.engines.trtllm.arguments import OWN_ARGUMENTS, check_engine_kwargs, llm_arguments, older_rope
 from colocate.engines.trtllm.server import WORKER
-from colocate.parallel.ask import Ask
-from colocate.parallel.launcher_variables import without_launchers
-from colocate.parallel.ray_place import VARIABLE, RayPlace
+from colocate.parallel.launching import without_launchers
+from colocate.parallel.ray_cluster import VARIABLE, ClusterRequest, RayPlace
 from colocate.types import SamplingParams
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -197,9 +196,9 @@ def test_launchers_variables_are_taken_out_and_no_others(environment):
 
 
 def test_a_rank_leaves_a_share_of_its_gpu():
-    ask = Ask(2, 8, on_gpus=True, shares=2)
+    ask = ClusterRequest(2, 8, on_gpus=True, shares=2)
     assert ask.bundles == [[{"CPU": 2.0, "GPU": 1.0}] * 8] * 2 and ask.sizes("CPU") == [16, 16]
-    assert Ask(2, 8, on_gpus=True).sizes("CPU") == [8, 8]
+    assert ClusterRequest(2, 8, on_gpus=True).sizes("CPU") == [8, 8]
     place = RayPlace("10.0.0.1:6379", "colocate-1", ("a-node0", "a-node1"), (8, 8), shares=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, place.as_variable()[VARIABLE])

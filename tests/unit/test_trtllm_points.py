@@ -32,8 +32,8 @@ from colocate.engines.trtllm import memory_tags, ray_server
 from colocate.engines.trtllm.chunks import chunks
 from colocate.engines.trtllm.placement import Placement
 from colocate.engines.trtllm.sampling import Request, sampling_arguments
-from colocate.parallel.ray_place import RayPlace
-from colocate.policy.loading import stop_token_ids
+from colocate.parallel.ray_cluster import RayPlace
+from colocate.policy.model.loading import stop_token_ids
 from colocate.types import SamplingParams
 
 REAL = "installed"

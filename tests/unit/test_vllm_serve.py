@@ -25,7 +25,7 @@ from colocate.cli import main
 from colocate.config.run_config import parse_run
 from colocate.http.key import key_of_new_server, say_who_may_use_it
 from colocate.options.run_file import read_overrides
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from colocate.rollout_server.vllm import serve as serve_module
 from processes import SOURCE
 from ray_homes import wait_for_end, wait_for_number

@@ -10,7 +10,7 @@ import torch
 from engine_models import config_of, make_model
 from peft import LoraConfig, get_peft_model
 
-from colocate.policy.loading import check_vocabulary, prepare_model
+from colocate.policy.model.loading import check_vocabulary, prepare_model
 from colocate.weights.layouts import WHOLE, WeightPart, layout_for
 from colocate.weights.shared_views import fuse_parameters, fused_view
 from colocate.weights.weight_parts import random_parts, sizes_of, split_weights, splits_of, storage_of

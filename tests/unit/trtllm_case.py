@@ -179,7 +179,7 @@ def _place() -> Any:
     import ray
     from ray.util.placement_group import placement_group
 
-    from colocate.parallel.ray_place import RayPlace
+    from colocate.parallel.ray_cluster import RayPlace
 
     ray.init(num_gpus=1, include_dashboard=False, namespace="tests")
     assert placement_group([{"CPU": 2, "GPU": 1}], name="rank-0").wait(60)

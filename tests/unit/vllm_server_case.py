@@ -22,7 +22,7 @@ from engine_models import MAX_POSITION, make_model
 
 from colocate.engines.vllm.environment import installed_version
 from colocate.http.key import key_file
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from colocate.http.connection import answers
-from colocate.parallel.error_file import VARIABLE, Failure, read_failure
-from colocate.parallel.launcher_variables import without_launchers
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port, without_launchers
 from colocate.parallel.process_group import ProcessGroup
+from colocate.parallel.rank_failure import VARIABLE, Failure, read_failure
 from colocate.version import __version__
 
 _CHUNK_BYTES = 2**16

@@ -14,8 +14,7 @@ from typing import Any
 
 from colocate.checkpoints.stop_signals import restore
 from colocate.options.redaction import redacted
-from colocate.parallel.ask import Ask
-from colocate.parallel.ray_head import check_address, watched
+from colocate.parallel.ray_cluster import ClusterRequest, check_address, watched
 
 _PATIENCE_S = 5.0
 """Seconds of waiting after which the terminal says what is waited for."""
@@ -106,7 +105,7 @@ def _listening_to_itself() -> Iterator[None]:
 
 
 @contextmanager
-def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any], list[Any]]]:
+def places(ask: ClusterRequest, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any], list[Any]]]:
     """The placement groups of a run, ready; they are removed after the block. There is one for each node with
     ranks, this machine's first, and one for each server with GPUs of its own.
 
@@ -148,7 +147,7 @@ def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any
                 remove_placement_group(group)
 
 
-def _arithmetic(ask: Ask, is_ready: Sequence[bool]) -> str:
+def _arithmetic(ask: ClusterRequest, is_ready: Sequence[bool]) -> str:
     """What is asked, there and free; placement groups that have their share already count as free."""
     import ray
 

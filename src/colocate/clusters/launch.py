@@ -14,13 +14,13 @@ from colocate.checkpoints.sealed import list_checkpoints
 from colocate.clusters.cluster import connected, places
 from colocate.clusters.process import present, run_directory
 from colocate.clusters.start import Start
-from colocate.parallel.ask import Ask
+from colocate.parallel.ray_cluster import ClusterRequest
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a run that was saved when it was asked to stop."""
 
 
-def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: Ask) -> int:
+def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: ClusterRequest) -> int:
     """Run `colocate <arguments>` as ranks of a Ray cluster; returns the exit code.
 
     Replicas are started and ended with the ranks. One that is lost is started again, while the ranks go on.

@@ -14,8 +14,7 @@ from typing import Any
 
 from colocate.clusters.actor import Place, ProcessActor, Size
 from colocate.options.redaction import redacted
-from colocate.parallel.error_file import Failure
-from colocate.parallel.tail import NUM_LINES, Tail
+from colocate.parallel.rank_failure import NUM_LINES, Failure, Tail
 from colocate.version import __version__
 
 _START_S = 300.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from colocate.clusters.actor import Size
 from colocate.clusters.process import Process
-from colocate.parallel.error_file import Failure
+from colocate.parallel.rank_failure import Failure
 
 
 class Rank(Process):

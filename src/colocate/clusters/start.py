@@ -19,8 +19,7 @@ from colocate.clusters.rank import Rank
 from colocate.clusters.replica import Replica
 from colocate.http.key import VARIABLE
 from colocate.options.run_file import LAUNCH, REPLICAS
-from colocate.parallel.ask import Ask
-from colocate.parallel.ray_place import RayPlace
+from colocate.parallel.ray_cluster import ClusterRequest, RayPlace
 from colocate.parallel.slices import cut
 from colocate.rollout_server.command_line import serve_command
 
@@ -44,7 +43,7 @@ class Start:
     """
 
     def __init__(
-        self, ask: Ask, values: Mapping[str, Any], groups: Sequence[Any], own_groups: Sequence[Any]
+        self, ask: ClusterRequest, values: Mapping[str, Any], groups: Sequence[Any], own_groups: Sequence[Any]
     ) -> None:
         self._ask, self._values, self._groups = ask, values, groups
         # Only the run knows the servers' key, unless its user has set one.

@@ -27,7 +27,7 @@ from colocate.commands.run_options import (
 from colocate.config.declared_values import check_batch, check_values
 from colocate.options.redaction import redacted
 from colocate.options.run_file import read_values
-from colocate.parallel.ask import Ask
+from colocate.parallel.ray_cluster import ClusterRequest
 from colocate.version import __version__
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_output_dir(directory: Path, is_main: bool) -> None:
         pass  # the trainer takes it when it trains
 
 
-def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
+def _ask(known: argparse.Namespace, engine: Any = None) -> ClusterRequest | None:
     """The launch by Ray that the command line asks for; None: something else has started this process."""
     given = {name: getattr(known, name) for name in _OF_LAUNCHER if getattr(known, name) is not None}
     if known.launcher is None:
@@ -163,7 +163,7 @@ def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
     if known.replica_engine == "native":
         _check_for_native(known.replica_gpus or 1, vllm_options)
     words = ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
-    return Ask(
+    return ClusterRequest(
         known.num_nodes or 1,
         known.gpus_per_node if on_gpus else known.ranks_per_node,
         on_gpus,
@@ -346,7 +346,7 @@ def _quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
     if not run.load_in_4bit:
         return None
     require_adapters_on_4_bits(run)
-    from colocate.policy.four_bits import four_bit_config
+    from colocate.policy.model.precision import four_bit_config
 
     return four_bit_config(
         "bfloat16" if config.bf16 else "float32",

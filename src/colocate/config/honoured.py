@@ -36,7 +36,7 @@ from colocate.options.requirements import (
     check_choice,
 )
 from colocate.options.values import shown
-from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
+from colocate.policy.optimizer.names import OPTIMIZERS, check_optimizer
 
 
 def _names(text: str) -> frozenset[str]:

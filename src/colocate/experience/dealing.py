@@ -22,7 +22,7 @@ from torch import Tensor
 
 from colocate.data.dealing import deal
 from colocate.experience import ranks
-from colocate.policy.pack import groups_of
+from colocate.policy.attention.pack import groups_of
 from colocate.types import Sample
 
 _PER_TOKEN = ("completion_mask", "advantage", "rollout_logprobs", "old_logprobs", "reference_logprobs")

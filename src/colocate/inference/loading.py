@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from colocate.checkpoints.saved_model import SavedModel
 from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import RolloutEngine
-from colocate.policy.dropout import disable_dropout
-from colocate.policy.four_bits import four_bit_config
-from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
+from colocate.policy.model.loading import load_tokenizer, prepare_model, stop_token_ids
+from colocate.policy.model.precision import four_bit_config
+from colocate.policy.model.training_mode import disable_dropout
 from colocate.reporting.panel import without_bars
 from colocate.run.engine import build_engine, context_length
 from colocate.run.process_setup import set_up_process

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 ActivationPolicy = Literal["keep", "selective", "full", "offload"]
 ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
-"""All activation policies, from the fastest to the one that takes least memory (`colocate.policy.stack`)."""
+"""All activation policies, from the fastest to the one that takes least memory (`policy.stack.stack`)."""
 
 ENOUGH_TOKENS = 8192
 """Micro-batches of this many tokens keep a GPU's matrix products at full speed. Cutting a larger micro-batch
@@ -38,7 +38,7 @@ class TrainPlan:
     keep_softmax: bool = False
     """Whether the forward pass of the log-probs keeps the part of the softmax that the head's gradient needs.
     That takes 2 bytes per token and entry of the vocabulary and saves one of the four products with the head
-    (`colocate.policy.logprobs`)."""
+    (`colocate.policy.head.logprobs`)."""
 
     def to_numbers(self) -> list[int]:
         """The plan as numbers that ranks can exchange; `from_numbers` reads them."""

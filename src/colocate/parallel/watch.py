@@ -37,8 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import PrefixStore, TCPStore
 
 from colocate.options.redaction import redacted
-from colocate.parallel.error_file import record_failure
-from colocate.parallel.tail import NUM_LINES, Tail
+from colocate.parallel.rank_failure import NUM_LINES, Tail, record_failure
 from colocate.parallel.verdict import PeerError, first_line
 from colocate.parallel.whereabouts import Stalls, Whereabouts
 

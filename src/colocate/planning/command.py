@@ -18,9 +18,9 @@ from colocate.planning.plan_text import Answer, print_answer
 from colocate.planning.planner import Case
 from colocate.planning.run_options import wishes_of, workload_of
 from colocate.planning.slower_kernels import slower_kernels
-from colocate.policy.cudnn_attention import why_not_cudnn_on
-from colocate.policy.loading import model_on_meta
-from colocate.policy.precision import DTYPES
+from colocate.policy.attention.cudnn_attention import why_not_cudnn_on
+from colocate.policy.model.loading import model_on_meta
+from colocate.policy.model.precision import DTYPES
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 

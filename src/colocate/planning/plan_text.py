@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate.config.grpo_config import GRPOConfig
-from colocate.kernels.fallbacks import Fallback
+from colocate.kernels.checks.fallbacks import Fallback
 from colocate.memory.rows import Moment, Phase, total_bytes
 from colocate.planning.hardware import GPUS, Cluster, Gpu
 from colocate.planning.memory_plan import MemoryPlan

@@ -17,13 +17,12 @@ from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.footprint import decode_bytes
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.registry import engine_of
-from colocate.memory.sharding import Sharding
-from colocate.memory.workload import VLLMDemand, Workload
+from colocate.memory.workload import Sharding, VLLMDemand, Workload
 from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import CONTEXT_BYTES
 from colocate.planning.planner import Case, Planner, Wishes
 from colocate.planning.sharding import Choice, Shard, with_sharding
-from colocate.policy import cudnn_attention
+from colocate.policy.attention import cudnn_attention
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
 from colocate.weights.shapes import ModelShapes

@@ -12,8 +12,8 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.config.nested import arguments_of_model_generate, in_words
 from colocate.parallel.verdict import first_line
 from colocate.planning.run_options import sharding_choice
-from colocate.policy.loading import model_on_meta
-from colocate.policy.precision import DTYPES
+from colocate.policy.model.loading import model_on_meta
+from colocate.policy.model.precision import DTYPES
 from colocate.weights.layouts import causal_lm, layout_for
 from colocate.weights.shapes import ModelShapes
 from colocate.weights.weight_parts import why_not_split
@@ -79,7 +79,7 @@ def _sized(model: Any, args: GRPOConfig, peft_config: Any) -> nn.Module:
 
 
 def _dtype(sized: nn.Module, args: GRPOConfig, *, is_loaded: bool) -> torch.dtype:
-    """The type that the weights will have in training (`policy.loading.load_model`)."""
+    """The type that the weights will have in training (`policy.model.loading.load_model`)."""
     if args.bf16:
         return torch.bfloat16
     if is_loaded:

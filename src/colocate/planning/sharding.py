@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from colocate.engines.native.footprint import decode_bytes
-from colocate.memory.sharding import Sharding
-from colocate.memory.workload import Workload
+from colocate.memory.workload import Sharding, Workload
 from colocate.planning.hardware import Cluster
 from colocate.planning.memory_plan import MemoryPlan
 from colocate.planning.speed import duration, step_time_of

@@ -28,12 +28,11 @@ from functools import cache
 import torch
 
 from colocate.memory.rows import Moment, Phase, Row, total_bytes
-from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
-from colocate.memory.workload import Workload
-from colocate.policy.cudnn_attention import workspace_bytes
-from colocate.policy.logprobs import logprob_bytes
-from colocate.policy.stack import MLP_TILE_TOKENS
+from colocate.memory.workload import Sharding, Workload
+from colocate.policy.attention.cudnn_attention import workspace_bytes
+from colocate.policy.head.logprobs import logprob_bytes
+from colocate.policy.stack.stack import MLP_TILE_TOKENS
 from colocate.weights.shapes import ModelShapes
 
 OFFLOAD_SLOWDOWN = 1.02
@@ -135,7 +134,7 @@ class Microbatch:
 
 
 def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: ActivationPolicy) -> int:
-    """Bytes per token that one layer keeps on the device for its backward pass (`colocate.policy.stack`)."""
+    """Bytes per token that one layer keeps on the device for its backward pass (`policy.stack.stack`)."""
     b, h = dtype.itemsize, shapes.hidden_size
     if policy == "offload":
         return 0
@@ -202,7 +201,7 @@ def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 
 def _gathered_rows(shapes: ModelShapes, b: int) -> list[Row]:
     """Whole weights in use, and gradients on their way to the ranks that hold the parts
-    (`parallel.weight_store`)."""
+    (`policy.stack.weight_store`)."""
     layer, head = sum(shapes.group_sizes), shapes.num_head_weights
     of_layer, of_head = f"{layer:,} weights × {b} B", f"{head:,} weights × {b} B"
     users: tuple[Moment, ...] = ("head", "layer", "embedding")

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.memory.recovery import free_memory
-from colocate.policy.pack import to_device
-from colocate.policy.stack import DecoderStack
+from colocate.policy.attention.pack import to_device
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
 
 

@@ -15,21 +15,21 @@ from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy, Result
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
+from colocate.parallel.collectives import all_reduce_mean, is_distributed
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers, first_line
-from colocate.policy.forward import padded_hidden_states, padded_with_router_loss
-from colocate.policy.forward_check import check_forward_pass
-from colocate.policy.gradients import all_reduce_mean, is_distributed
-from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import token_logprobs
+from colocate.policy.attention.pack import groups_of
+from colocate.policy.checks.forward_check import check_forward_pass
+from colocate.policy.head.logprobs import token_logprobs
+from colocate.policy.head.output_head import output_head
 from colocate.policy.microbatches import filler, for_each, loss_batch, vanishes
-from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.optimizer_state import Read, Shapes
-from colocate.policy.output_head import output_head
-from colocate.policy.pack import groups_of
+from colocate.policy.model.forward import padded_hidden_states, padded_with_router_loss
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
+from colocate.policy.optimizer.state import Read, Shapes
 from colocate.policy.reference import FrozenCopy, Reference
-from colocate.policy.stack import DecoderStack, runs_packed
-from colocate.policy.stacks import Stacks
+from colocate.policy.stack.host_activations import HostActivations
+from colocate.policy.stack.stack import DecoderStack, runs_packed
+from colocate.policy.stack.stacks import Stacks
 from colocate.policy.step_plan import StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics

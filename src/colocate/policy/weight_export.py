@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from colocate.policy.weight_store import gather_full
+from colocate.policy.stack.weight_store import gather_full
 from colocate.weights.fully_sharded import is_fully_sharded
 from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_files import INDEX

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import is_in_notebook
 
-from colocate.parallel.last_words import in_lines
+from colocate.parallel.rank_failure import in_lines
 from colocate.reporting.axes import compact
 from colocate.reporting.notebook import NotebookTable
 from colocate.reporting.panel import LivePanel

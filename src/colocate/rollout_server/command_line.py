@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from colocate.options.values import coerce
-from colocate.parallel.ask import Ask
+from colocate.parallel.ray_cluster import ClusterRequest
 
 MEMORY_SHARE = 0.4
 """Share of a trainer's GPU that a colocated server of vLLM takes while awake, unless vLLM's options say."""
 
 
-def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> list[str]:
+def serve_command(ask: ClusterRequest, values: Mapping[str, Any], host: str, port: int) -> list[str]:
     """What follows `colocate` for a server that is started with a run.
 
     vLLM loads no weights: those of the trainer come before the first request.

@@ -44,16 +44,15 @@ from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
-from colocate.policy.dropout import active_dropout
-from colocate.policy.forward_check import check_forward_pass
-from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
-from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.checks.forward_check import check_forward_pass
+from colocate.policy.model.forward import router_loss_coef
+from colocate.policy.model.loading import load_tokenizer, prepare_model, stop_token_ids
+from colocate.policy.model.trained_weights import check_trained_weights
+from colocate.policy.model.training_mode import active_dropout, training_only
+from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import Reference, make_reference
-from colocate.policy.router_loss import router_loss_coef
-from colocate.policy.stack import runs_packed, tell_fallbacks
-from colocate.policy.trained_weights import check_trained_weights
-from colocate.policy.training_mode import training_only
+from colocate.policy.stack.stack import runs_packed, tell_fallbacks
 from colocate.reporting.journal import Journal
 from colocate.reporting.work_counts import WorkCounts
 from colocate.rewards import FORMS

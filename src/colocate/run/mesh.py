@@ -12,10 +12,10 @@ from transformers.training_args import OptimizerNames
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.experience.ranks import of_all_ranks
-from colocate.memory.sharding import Sharding
+from colocate.memory.workload import Sharding
 from colocate.parallel.mesh import Mesh
 from colocate.planning.run_sharding import choose_weight_parts
-from colocate.policy.optimizer_names import WHOLE_MATRIX
+from colocate.policy.optimizer.names import WHOLE_MATRIX
 from colocate.weights.layouts import WHOLE, WeightPart, weight_part_of
 
 logger = logging.getLogger(__name__)

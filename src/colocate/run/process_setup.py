@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.options.redaction import check_complete
-from colocate.parallel.leaving import leave_process_groups
+from colocate.parallel.collectives import leave_process_groups
 
 _PLUGINS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 

@@ -3,7 +3,7 @@
 Letters in shapes: T tokens, B rows, H query heads, K key-value heads, D head size. A cache holds one layer's
 keys or values, [num_pages, K, page_size, D]: one head's part of a page is contiguous, and so is a page, but
 the next page need not follow directly. In 8 bits each head's part of a page ends with its exponents
-(`kernels.e4m3`). A block table lists the pages of a sequence in order.
+(`kernels.fp8.e4m3`). A block table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 
 
 class PagedAttention:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.native.rollout_weights import RolloutWeights, aligned, num_inputs
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 from colocate.memory.arena import Arena
 from colocate.weights.adapters import EightBitWeight, base_linear
 from colocate.weights.layouts import Layout
@@ -152,7 +152,7 @@ class EightBitWeights:
 
 def _quantize(source: Tensor, factor: Tensor, out: Tensor) -> None:
     if source.is_cuda:
-        from colocate.kernels.quantize import scaled  # triton comes with CUDA builds of torch
+        from colocate.kernels.fp8.quantize import scaled  # triton comes with CUDA builds of torch
 
         scaled(source.contiguous(), factor, out)  # parts of down lie transposed
         return

@@ -32,7 +32,7 @@ from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
 from colocate.engines.native.tensor_parallel import joined_groups, parallel_for
 from colocate.engines.requests import unextendable
-from colocate.kernels import e4m3
+from colocate.kernels.fp8 import e4m3
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for

@@ -6,7 +6,7 @@ These formulas follow the tensors that prefill and decode allocate, and must be 
 from __future__ import annotations
 
 from colocate.engines.native.capacity import COPY_BREAK_EVEN, FREE_MEMORY_FRACTION
-from colocate.kernels.prefixes import decode_scratch_bytes
+from colocate.kernels.decode.prefixes import decode_scratch_bytes
 from colocate.memory.arena import HANDLE_BYTES
 from colocate.memory.rows import Row, total_bytes
 from colocate.memory.workload import Workload

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from colocate.engines.native.pages import PagePool
-from colocate.kernels import e4m3
-from colocate.kernels.e4m3 import head_block_size
+from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8.e4m3 import head_block_size
 from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
@@ -22,7 +22,7 @@ class KVCache:
 
     On a CPU it is one tensor [layers, 2, num_pages, K, block], K key-value heads; the second dimension is
     keys, values. A block is [page_size, D], D the head size; in 8 bits (e4m3) it ends with the exponents of
-    its tokens, one byte each (`kernels.e4m3`).
+    its tokens, one byte each (`kernels.fp8.e4m3`).
 
     On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, block] behind
     `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has

@@ -18,8 +18,9 @@ from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.options import ROLLOUT_PRECISIONS
 from colocate.engines.native.sampler import Sampler, choose
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank
-from colocate.kernels import definitions, e4m3
+from colocate.kernels import definitions
 from colocate.kernels.definitions import Rotation
+from colocate.kernels.fp8 import e4m3
 from colocate.weights.adapters import AdaptedLinear, EightBitWeight, ScaledRows
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import LowRank
@@ -177,7 +178,7 @@ class TorchBackend:
             positions: [T].
             slots: [T], page * page_size + offset in the page; a negative slot is not stored.
             k_cache, v_cache: [num_pages, K, page_size, D] in the type of `qkv`, or e4m3 with exponents behind
-                each head's values (`kernels.e4m3`).
+                each head's values (`kernels.fp8.e4m3`).
         """
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -18,22 +18,15 @@ from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.eight_bit_weights import SIDE, check_gpu
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
-from colocate.kernels import (
-    e4m3,
-    fallbacks,
-    gate,
-    kernel_check,
-    lora,
-    norms,
-    quantize,
-    rotary,
-    sampling,
-    steps,
-)
-from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.checks import fallbacks, kernel_check
+from colocate.kernels.checks.tested_versions import is_tested
+from colocate.kernels.decode import sampling, steps
+from colocate.kernels.decode.attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.decode.prefixes import SharedPrefixes
 from colocate.kernels.definitions import Rotation, is_silu
-from colocate.kernels.prefixes import SharedPrefixes
-from colocate.kernels.tested_versions import is_tested
+from colocate.kernels.fp8 import e4m3, quantize
+from colocate.kernels.layer import norms, rotary
+from colocate.kernels.matmul import gate, lora
 from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitWeight, ScaledRows
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
@@ -207,18 +200,18 @@ class TritonBackend(TorchBackend):
 
     def linear_in_parts(self, x: Tensor | ScaledRows, adapted: AdaptedLinear) -> Tensor:
         if not isinstance(x, ScaledRows) and not adapted.adapters and self._streams(x, adapted):
-            from colocate.kernels import streamed
+            from colocate.kernels.matmul import streamed
 
             return streamed.product(x, adapted.weight, adapted.bias)
         return self.linear(x, adapted)
 
     def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
-        """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
+        """Whether `kernels.matmul.streamed`, which reads weights ahead, can multiply by these."""
         if "streamed" in self.broken or adapted.in_8bit is not None or self.parallel.num_parts > 1:
             return False
         if adapted.is_written_before_use:
             return False
-        from colocate.kernels.streamed import can_stream
+        from colocate.kernels.matmul.streamed import can_stream
 
         return can_stream(x, adapted.weight)
 
@@ -290,12 +283,12 @@ class TritonBackend(TorchBackend):
     def _swiglu(self, x: Tensor, adapted: AdaptedLinear) -> Tensor | None:
         """silu(gate) * up in one kernel; None: there is none for these, or none that is faster."""
         if self._streams(x, adapted):
-            from colocate.kernels import streamed
+            from colocate.kernels.matmul import streamed
 
             if len(x) <= streamed.MAX_GATED_ROWS:
                 return streamed.swiglu(x, adapted.weight)
         if "swiglu" not in self.broken:
-            from colocate.kernels import swiglu
+            from colocate.kernels.matmul import swiglu
 
             if swiglu.is_faster(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
@@ -396,7 +389,7 @@ class TritonBackend(TorchBackend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if out is not None and sampler.is_plain and "head" not in self.broken:
-            from colocate.kernels.head import is_faster, logits_and_parts
+            from colocate.kernels.decode.head import is_faster, logits_and_parts
 
             if is_faster(hidden, head):
                 parts = logits_and_parts(hidden, head, sampler.sampling.temperature, out)

@@ -39,7 +39,7 @@ def build(parts: EngineParts) -> TRTLLMEngine:
     from colocate.engines.trtllm.arguments import MAX_NUM_SEQS, check_installed, llm_arguments, max_len_of
     from colocate.engines.trtllm.engine import TRTLLMEngine
     from colocate.engines.vllm.groups import TensorParallelGroup
-    from colocate.parallel.ray_place import RayPlace
+    from colocate.parallel.ray_cluster import RayPlace
     from colocate.parallel.verdict import Peers
     from colocate.weights.layouts import causal_lm
 

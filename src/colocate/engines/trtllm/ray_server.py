@@ -12,7 +12,7 @@ from colocate.engines.trtllm.placement import Placement
 from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.options.redaction import redacted
-from colocate.parallel.ray_place import RayPlace
+from colocate.parallel.ray_cluster import RayPlace
 from colocate.parallel.slices import cut
 from colocate.parallel.verdict import PeerError, first_line
 

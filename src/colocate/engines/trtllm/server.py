@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from colocate.engines.trtllm import memory_tags
 from colocate.engines.trtllm.sampling import Drawn, Request, drawn
-from colocate.parallel.launcher_variables import without_launchers
+from colocate.parallel.launching import without_launchers
 
 WORKER = "colocate.engines.trtllm.weight_worker.WeightWorker"
 ABORT_S = 60.0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colocate.engines.vllm.environment import environment
 from colocate.memory.timeline import PooledBytes
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 
 _kept_pools: list[Any] = []
 """Memory pools of engines that have ended; see `keep_pools`."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.vllm.internals import plain_segments
-from colocate.parallel.ports import free_port
+from colocate.parallel.launching import free_port
 from colocate.rollout_server.trainer.client import (
     HttpClient,
     MalformedResponse,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.options.requirements import AT_LEAST_ONE, BELOW_ONE, check_choice, check_range
 from colocate.options.values import shown
-from colocate.policy.four_bits import four_bit_config
+from colocate.policy.model.precision import four_bit_config
 from colocate.trl.scripts.arguments import option
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Rounding to 8 bits."""

@@ -1,0 +1,1 @@
+"""Norms and rotary embeddings, for rollouts and training."""

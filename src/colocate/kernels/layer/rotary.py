@@ -1,0 +1,397 @@
+"""Norms of the heads (Qwen3's) and rotary embedding (Su et al. 2021, arXiv:2104.09864), as Triton kernels.
+
+Three forward kernels round where `definitions.norm_and_rotate` does: the engine's, which also writes pages,
+the trainer's, and decode attention (`attention_levels`), which turns heads as it loads them. In the
+engine's and the trainer's both halves of a head lie with the same threads, so that turning a pair needs no
+exchange between threads. Angles and norm weights are read once per head: all but the first read of each hit
+the L1 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from colocate.kernels.fp8.e4m3 import head_block_size
+from colocate.kernels.fp8.quantize import exponents_for, inverse_power, narrowed, power
+from colocate.kernels.launch import num_programs
+from colocate.kernels.layer.norms import inverse_rms, multiplied, rms_normed
+
+_TILE = 1024
+"""Pairs that a program turns at a time. With 4 warps a thread has 8 of them: 16-byte loads of bfloat16."""
+_NUM_WARPS = 4
+
+
+@triton.jit
+def load_halves(pointers, mask, HALF: tl.constexpr):
+    """The first and second halves of heads in float32, given pointers to the first halves."""
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FUSES: tl.constexpr):
+    """x * cosine + SIGN * partner * sine in the model's type; products are rounded first, as in PyTorch.
+
+    Where the kernel is compiled with fusion of products and sums (FUSES), the compiler would narrow plain
+    products to the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
+    """
+    if FUSES:
+        along, across = tl.fma(x, cosine, 0.0), tl.fma(partner, sine, 0.0)
+    else:
+        along, across = x * cosine, partner * sine
+    along, across = along.to(DTYPE).to(tl.float32), across.to(DTYPE).to(tl.float32)
+    return (along + across if SIGN > 0 else along - across).to(DTYPE)
+
+
+@triton.jit
+def heads_inverse_rms(first, second, eps, HEAD_DIM: tl.constexpr):
+    """1 / root mean square, [R, 1], of heads that are given as two halves, [R, D / 2] each."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    return inverse_rms(squares, HEAD_DIM, eps)[:, None]
+
+
+@triton.jit
+def norm_and_turn(
+    first, second, cos, sin, is_query, q_norm, k_norm, columns, mask, eps, DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Heads given as two float32 halves, normed (if there are norms) and turned, in the model's type.
+
+    `cos` and `sin` point to the angles of the first halves, of the shape of `first`. It is for kernels that
+    are compiled without fusion of products and sums.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if q_norm is not None:
+        inverse = heads_inverse_rms(first, second, eps, HEAD_DIM)
+        weights = load_halves(tl.where(is_query, q_norm, k_norm) + columns, mask, HALF)
+        first = rms_normed(first, inverse, weights[0], DTYPE, OFFSET).to(tl.float32)
+        second = rms_normed(second, inverse, weights[1], DTYPE, OFFSET).to(tl.float32)
+    cos_first, cos_second = load_halves(cos, mask, HALF)
+    sin_first, sin_second = load_halves(sin, mask, HALF)
+    new_first = turned(first, second, cos_first, sin_first, -1, DTYPE, False)
+    new_second = turned(second, first, cos_second, sin_second, 1, DTYPE, False)
+    return new_first, new_second
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    offset: float | None = None,
+) -> None:
+    """Norm and rotate queries and keys in place, and write keys and values to their pages.
+
+    Args:
+        qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
+            replaced by their rotated selves; with a cache in 8 bits keys and values by what was stored.
+        cos, sin: [max_len, D] in the model's type, contiguous.
+        positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one, so that none
+            reads outside the tables.
+        slots: [T], page * page_size + offset in the page; negative: nothing is stored for this token.
+        q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
+        eps: of those norms.
+        k_cache, v_cache: [num_pages, K, page_size, D], contiguous but for the first dimension; or e4m3, with
+            exponents behind each head's values (`e4m3.exponents_of`).
+        num_heads: H.
+        num_kv_heads: K.
+        offset: added to the norms' weights; see `definitions.rms_norm`.
+    """
+    num_tokens, num_rows, head_dim = qkv.shape
+    page_size = k_cache.shape[2]
+    assert num_rows == num_heads + 2 * num_kv_heads, f"{num_rows} is not {num_heads} + 2 * {num_kv_heads}"
+    assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
+    assert qkv.stride()[1:] == (head_dim, 1), "a token's heads must be contiguous"
+    assert cos.is_contiguous() and sin.is_contiguous(), "rotary tables must be contiguous"
+    head_block = head_block_size(page_size, head_dim, k_cache.dtype)
+    for cache in (k_cache, v_cache):
+        assert num_kv_heads == 1 or cache.stride(1) == head_block, "a page's heads are apart"
+        assert cache.stride()[2:] == (head_dim, 1), "a page's tokens are apart"
+    block_heads = min(8, triton.next_power_of_2(num_rows))
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_heads))](
+        qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv.stride(0), k_cache.stride(0),
+        v_cache.stride(0), cos.shape[0], eps, OFFSET=offset, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, HEAD_BLOCK=head_block, BLOCK_HEADS=block_heads,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv_stride, k_page_stride,
+    v_page_stride, max_len, eps, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """`rotate_and_store` of some heads of one token. Values are stored unturned."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    # Norm weights and angles, too, are read once per head: in the layout of the heads they need no exchange
+    # between threads, and all but the first read hit the L1 cache.
+    columns = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype = qkv.dtype.element_ty
+    in_half = columns < HALF
+    is_query = heads < NUM_HEADS
+    is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+    mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & in_half
+
+    pointers = qkv + token * qkv_stride + heads * HEAD_DIM + columns
+    first, second = load_halves(pointers, mask, HALF)
+    position = tl.minimum(tl.load(positions + token), max_len - 1).to(tl.int64)
+    angle = position * HEAD_DIM + columns
+    new_first, new_second = norm_and_turn(
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, in_half, eps, dtype,
+        HEAD_DIM, OFFSET,
+    )  # fmt: skip
+    turns = is_query | is_key if k_cache.dtype.element_ty != tl.float8e4nv else is_query
+    tl.store(pointers, new_first, mask=mask & turns)
+    tl.store(pointers + HALF, new_second, mask=mask & turns)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    is_stored = (is_key | is_value) & (slot >= 0)
+    kv_heads = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+    cache = tl.where(is_value, v_cache + page * v_page_stride, k_cache + page * k_page_stride)
+    cache += kv_heads * HEAD_BLOCK
+    first = tl.where(is_value, first.to(dtype), new_first)
+    second = tl.where(is_value, second.to(dtype), new_second)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(wide_first), axis=1), tl.max(tl.abs(wide_second), axis=1))
+        exponents = exponents_for(largest)[:, None]
+        first = narrowed(wide_first * inverse_power(exponents))
+        second = narrowed(wide_second * inverse_power(exponents))
+        places = (cache + (PAGE_SIZE * HEAD_DIM + offset)).to(tl.pointer_type(tl.uint8))
+        tl.store(places, exponents.to(tl.uint8), mask=is_stored)
+        read_first = (first.to(tl.float32) * power(exponents)).to(dtype)
+        read_second = (second.to(tl.float32) * power(exponents)).to(dtype)
+        tl.store(pointers, read_first, mask=mask & (is_key | is_value))
+        tl.store(pointers + HALF, read_second, mask=mask & (is_key | is_value))
+    places = cache + offset * HEAD_DIM + columns
+    tl.store(places, first, mask=mask & is_stored)
+    tl.store(places + HALF, second, mask=mask & is_stored)
+
+
+def rotate(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed if there are norms, and turned; each operation rounds to the model's type.
+
+    Args:
+        qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Not changed.
+        cos, sin: [T, D] in the type of `qkv`, contiguous.
+        num_heads: H.
+        q_norm, k_norm: [D], weights of the heads' norms, both or neither.
+        eps, offset: of those norms; see `definitions.rms_norm`.
+
+    Returns:
+        queries [T, H, D] and keys [T, K, D], contiguous.
+    """
+    num_tokens, num_parts, head_dim = qkv.shape
+    num_kv_heads = (num_parts - num_heads) // 2
+    _check(qkv, cos, sin, q_norm, k_norm)
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty((num_tokens, num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    block_half = triton.next_power_of_2(head_dim // 2)
+    rows = max(_TILE // block_half, 1)
+    num_rows = num_tokens * (num_heads + num_kv_heads)
+    _rotate_kernel[(triton.cdiv(num_rows, rows),)](
+        qkv, cos, sin, q_norm, k_norm, q, k, qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return q, k
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rotate_kernel(
+    qkv, cos, sin, q_norm, k_norm, q, k, qkv_stride, eps, num_rows, OFFSET: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """`rotate` of some queries and keys, in the order of `qkv`: heads of one token, then the next token's."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    token = (row // (NUM_HEADS + NUM_KV_HEADS)).to(tl.int64)
+    head = row % (NUM_HEADS + NUM_KV_HEADS)
+    is_query = head < NUM_HEADS
+    mask = (row < num_rows) & (columns < HALF)
+    dtype = qkv.dtype.element_ty
+
+    pointers = qkv + token * qkv_stride + head * HEAD_DIM + columns
+    first, second = load_halves(pointers, mask, HALF)
+    angle = token * HEAD_DIM + columns
+    new_first, new_second = norm_and_turn(
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, mask, eps, dtype,
+        HEAD_DIM, OFFSET,
+    )  # fmt: skip
+    q_row = q + (token * NUM_HEADS + head) * HEAD_DIM
+    k_row = k + (token * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
+    output = tl.where(is_query, q_row, k_row) + columns
+    tl.store(output, new_first, mask=mask)
+    tl.store(output + HALF, new_second, mask=mask)
+
+
+def rotate_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    offset: float | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of `rotate` and of the values beside it.
+
+    Args:
+        grad_q: [T, H, D]; grad_k, grad_v: [T, K, D]; of one type, a token's part contiguous in each.
+        qkv: [T, H + 2K, D], as `rotate` was given it; read only where there are norms.
+        cos, sin, q_norm, k_norm, eps, offset: as `rotate` was given them.
+
+    Returns:
+        [T, H + 2K, D] in the type of `qkv`, contiguous; [D] float32 for either norm's weight, or None.
+    """
+    num_tokens, num_heads, head_dim = grad_q.shape
+    num_kv_heads = grad_k.shape[1]
+    assert qkv.shape == (num_tokens, num_heads + 2 * num_kv_heads, head_dim), f"qkv is {tuple(qkv.shape)}"
+    _check(qkv, cos, sin, q_norm, k_norm)
+    for grad in (grad_q, grad_k, grad_v):
+        assert grad.dtype == grad_q.dtype, "gradients of queries, keys and values must be of one type"
+        assert grad.stride()[1:] == (head_dim, 1), "a token's gradients must be contiguous"
+    has_norms = q_norm is not None
+    grad_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    block_half = triton.next_power_of_2(head_dim // 2)
+    rows = max(_TILE // block_half, 1)
+    num_rows = num_tokens * (num_heads + 2 * num_kv_heads)
+    num_tiles = triton.cdiv(num_rows, rows)
+    if has_norms:
+        num_tiles = min(num_tiles, num_programs(qkv.device, _NUM_WARPS))
+    sums = (
+        torch.empty((num_tiles, 2, head_dim), dtype=torch.float32, device=qkv.device) if has_norms else None
+    )
+    _rotate_backward_kernel[(num_tiles,)](
+        grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q.stride(0),
+        grad_k.stride(0), grad_v.stride(0), qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+    if sums is None:
+        return grad_qkv, None, None
+    grad_q_norm, grad_k_norm = sums.sum(0)
+    return grad_qkv, grad_q_norm, grad_k_norm
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rotate_backward_kernel(
+    grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q_stride, grad_k_stride,
+    grad_v_stride, qkv_stride, eps, num_rows, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """`rotate_backward` of every `num_programs`-th tile of ROWS heads of `qkv`, values included.
+
+    With g a head's gradient turned back by its angle, it writes g for heads without norms; with norms, the
+    norm's gradient given g (see `rms_norm_backward`), and adds up the weights' gradients in `sums` [programs,
+    2, D], queries' before keys'. Halves of a head (`*_first`, `*_second`) are held apart, as value i turns
+    with value i + D / 2.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    NUM_PARTS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    in_half = columns < HALF
+    dtype = grad_qkv.dtype.element_ty
+    if q_norm is not None:
+        # Sums are kept per row, too, and added up once at the end: no exchange between threads in the loop.
+        q_sum_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+        q_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+        k_sum_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+        k_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
+    # The loop is not pipelined: pipelined copies bypass the L1 cache, so every row would fetch angles.
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        token = (row // NUM_PARTS).to(tl.int64)
+        head = row % NUM_PARTS
+        is_query = head < NUM_HEADS
+        is_value = head >= NUM_HEADS + NUM_KV_HEADS
+        mask = (row < num_rows) & in_half
+        turns = mask & (head < NUM_HEADS + NUM_KV_HEADS)
+
+        q_row = grad_q + token * grad_q_stride + head * HEAD_DIM
+        k_row = grad_k + token * grad_k_stride + (head - NUM_HEADS) * HEAD_DIM
+        v_row = grad_v + token * grad_v_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
+        pointers = tl.where(is_query, q_row, tl.where(is_value, v_row, k_row)) + columns
+        grad_first, grad_second = load_halves(pointers, mask, HALF)
+
+        angle = token * HEAD_DIM + columns
+        cos_first, cos_second = load_halves(cos + angle, turns, HALF)
+        sin_first, sin_second = load_halves(sin + angle, turns, HALF)
+        first = grad_first * cos_first + grad_second * sin_second
+        second = grad_second * cos_second - grad_first * sin_first
+
+        if q_norm is not None:
+            x = qkv + token * qkv_stride + head * HEAD_DIM + columns
+            x_first, x_second = load_halves(x, turns, HALF)
+            inverse = heads_inverse_rms(x_first, x_second, eps, HEAD_DIM)
+            x_first, x_second = x_first * inverse, x_second * inverse
+            grad_weight_first = first * multiplied(x_first, dtype, OFFSET)
+            grad_weight_second = second * multiplied(x_second, dtype, OFFSET)
+            # Rows that hold values, and rows past the end, have gradients of zero here.
+            q_sum_first += tl.where(is_query, grad_weight_first, 0.0)
+            q_sum_second += tl.where(is_query, grad_weight_second, 0.0)
+            k_sum_first += tl.where(is_query, 0.0, grad_weight_first)
+            k_sum_second += tl.where(is_query, 0.0, grad_weight_second)
+            norm = tl.where(is_query, q_norm, k_norm) + columns
+            weight_first, weight_second = load_halves(norm, turns, HALF)
+            if OFFSET is not None:
+                weight_first, weight_second = OFFSET + weight_first, OFFSET + weight_second
+            first, second = first * weight_first, second * weight_second
+            mean = (tl.sum(first * x_first, axis=1) + tl.sum(second * x_second, axis=1))[:, None] / HEAD_DIM
+            first = inverse * (first - x_first * mean)
+            second = inverse * (second - x_second * mean)
+
+        first, second = tl.where(is_value, grad_first, first), tl.where(is_value, grad_second, second)
+        output = grad_qkv + row.to(tl.int64) * HEAD_DIM + columns
+        tl.store(output, first.to(dtype), mask=mask)
+        tl.store(output + HALF, second.to(dtype), mask=mask)
+    if q_norm is not None:
+        total = sums + program * (2 * HEAD_DIM) + columns
+        tl.store(total, tl.sum(q_sum_first, axis=0)[None, :], mask=in_half)
+        tl.store(total + HALF, tl.sum(q_sum_second, axis=0)[None, :], mask=in_half)
+        tl.store(total + HEAD_DIM, tl.sum(k_sum_first, axis=0)[None, :], mask=in_half)
+        tl.store(total + HEAD_DIM + HALF, tl.sum(k_sum_second, axis=0)[None, :], mask=in_half)
+
+
+def _check(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+    num_tokens, _, head_dim = qkv.shape
+    assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
+    assert qkv.stride()[1:] == (head_dim, 1), "a token's heads must be contiguous"
+    for table in (cos, sin):
+        assert table.shape == (num_tokens, head_dim), f"table {tuple(table.shape)} for {num_tokens} tokens"
+        assert table.dtype == qkv.dtype and table.is_contiguous(), "tables: the type of qkv, contiguous"
+    assert (q_norm is None) == (k_norm is None), "norms for queries and keys, or for neither"
+    assert q_norm is None or q_norm.is_contiguous(), "weights of the norms must be contiguous"
+    assert k_norm is None or k_norm.is_contiguous(), "weights of the norms must be contiguous"

@@ -1,0 +1,1 @@
+"""Matrix products, with the gates and adapters that are fused with them."""

@@ -1,0 +1,1 @@
+"""Checks before a run: what is trained computes what transformers computes."""

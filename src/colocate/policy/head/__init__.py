@@ -1,0 +1,1 @@
+"""Log-probabilities from the last hidden states."""

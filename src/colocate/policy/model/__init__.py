@@ -1,0 +1,1 @@
+"""A model made ready for training: loading, precision, adapters and transformers' own forward pass."""

@@ -1,0 +1,1 @@
+"""The optimizer of a policy: its masters, state and hyperparameters."""

@@ -1,0 +1,1 @@
+"""The decoder layers of a packed model, and the weights that they read."""
