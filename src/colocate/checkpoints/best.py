@@ -41,9 +41,6 @@ class BestCheckpoint:
         """Whether the model just evaluated is better than all earlier ones. If so, it is noted in `state`.
 
         A NaN is never better.
-
-        Raises:
-            ValueError: the evaluation did not give the metric.
         """
         metric = self._args.metric_for_best_model
         if metric is None:
@@ -86,11 +83,7 @@ class BestCheckpoint:
         state.best_model_checkpoint = None if found is None else str(found)
 
     def load_at_end(self, state: TrainerState, model: nn.Module) -> bool:
-        """Copy the best weights into the model if the run shall end with them. Returns whether it did.
-
-        Raises:
-            CheckpointError: the best checkpoint is missing or corrupt.
-        """
+        """Copy the best weights into the model if the run shall end with them. Returns whether it did."""
         if not self._args.load_best_model_at_end:
             return False
         if state.best_model_checkpoint is None:
@@ -117,9 +110,6 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     """Copy a checkpoint's weights into the model's parameters, whose storage stays where it is.
 
     For a PEFT model a checkpoint has the adapters' weights alone.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, corrupt or of another model.
     """
     sealed.verify(directory)
     if hasattr(model, "peft_config"):

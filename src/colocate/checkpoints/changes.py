@@ -112,11 +112,7 @@ class Changes:
 
 
 def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
-    """Compare the run that wrote `directory` with `current`, the description of this run.
-
-    Raises:
-        CheckpointError: `run.json` is missing, or is not such a description.
-    """
+    """Compare the run that wrote `directory` with `current`, the description of this run."""
     try:
         saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
         _read_as_now(saved)

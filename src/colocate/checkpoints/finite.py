@@ -16,9 +16,6 @@ def check_finite_weights(policy: Any, args: Any, doing: str) -> None:
     Args:
         policy: has `find_nonfinite_weight()`.
         doing: the action that the check comes before, as a noun for the message.
-
-    Raises:
-        FloatingPointError: a weight is NaN or infinite.
     """
     name = policy.find_nonfinite_weight()
     if name is None:

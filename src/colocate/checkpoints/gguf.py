@@ -24,10 +24,6 @@ def converter_command(script: Path | None) -> list[str]:
 
     Args:
         script: convert_hf_to_gguf.py of a checkout of llama.cpp; None: the installed package.
-
-    Raises:
-        ValueError: there is no such script.
-        ImportError: the package is not installed.
     """
     if script is not None:
         if not script.is_file():
@@ -59,11 +55,6 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
         model: a copy of the model's directory for the converter alone. The code in it is removed: the
             converter would run it for some architectures, whoever wrote it.
         kind: the converter's `--outtype`.
-
-    Raises:
-        ImportError: the converter needs a package that is not installed.
-        ValueError: the converter refuses the model, such as a tokenizer that llama.cpp does not know; with
-            its last lines.
     """
     _leave_code_out(model)
     partial = file.with_name(f".{file.name}.partial")

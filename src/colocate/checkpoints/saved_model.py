@@ -57,10 +57,6 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
 
     Args:
         base: the model below an adapter; None: the one that the adapter's configuration names.
-
-    Raises:
-        ValueError: there is no such directory, it has no model, or the adapter's base is not there; `base`
-            for what is no adapter; or the run's options beside the model are another user's.
     """
     directory = _directory_of(name)
     place = name if directory is None else str(directory)

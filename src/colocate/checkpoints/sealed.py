@@ -54,11 +54,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 def check_writable(output_dir: Path) -> None:
-    """Raise before the first step, not at the first checkpoint hours later, if nothing can be saved.
-
-    Raises:
-        ValueError: `output_dir` cannot be made, or no file can be written there.
-    """
+    """Raise before the first step, not at the first checkpoint hours later, if nothing can be saved."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir) as probe:
@@ -169,11 +165,7 @@ def verify(directory: Path) -> None:
 
 @contextmanager
 def saving_model(directory: Path) -> Iterator[None]:
-    """Turn a failure to save a model into an error that names the file and what fills the disk.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written.
-    """
+    """Turn a failure to save a model into an error that names the file and what fills the disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -214,9 +206,6 @@ def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | 
     A path names the checkpoint, True and "auto" mean the newest, None and False mean none. If there is no
     checkpoint, True is an error and "auto" means none, so that one command both begins a run and continues
     it, as a job needs that goes back into a queue.
-
-    Raises:
-        CheckpointError: the option is True, and there is no checkpoint.
     """
     if not resume_from_checkpoint:
         return None

@@ -105,11 +105,7 @@ def save(directory: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def shapes(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Whole shape and type of every tensor in a checkpoint, by name.
-
-    Raises:
-        CheckpointError: the index holds something else than an index.
-    """
+    """Whole shape and type of every tensor in a checkpoint, by name."""
     metadata = _Reader(directory / FOLDER).read_metadata()
     return {
         name: (entry.size, entry.properties.dtype)
@@ -119,11 +115,7 @@ def shapes(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def load(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors with what a checkpoint has under their names; all ranks must call it together.
-
-    Raises:
-        CheckpointError: as `shapes`, or a file cannot be read.
-    """
+    """Fill tensors with what a checkpoint has under their names; all ranks must call it together."""
     try:
         dcp.load(dict(tensors), storage_reader=_Reader(directory / FOLDER))
     except CheckpointException as error:

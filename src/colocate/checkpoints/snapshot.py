@@ -76,9 +76,6 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
     """Restore every part, and the random generators.
 
     If another number of ranks wrote the checkpoint, rank r reads the file of rank r modulo that number.
-
-    Raises:
-        CheckpointError: the checkpoint holds other objects than data.
     """
     num_saved = len(list(directory.glob("rank*.pt")))
     state = read_data(directory / f"rank{rank % num_saved if num_saved else rank}.pt")
@@ -90,11 +87,7 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
 
 
 def saved_by_ranks(directory: Path, part: str) -> Iterator[dict[str, Any]]:
-    """The state of one part of the run on each of the ranks that saved, whether this run has as many or not.
-
-    Raises:
-        CheckpointError: the checkpoint holds other objects than data.
-    """
+    """The state of one part of the run on each of the ranks that saved, whether this run has as many or not."""
     for file in sorted(directory.glob("rank*.pt")):
         yield read_data(file)["parts"][part]
 
@@ -105,11 +98,7 @@ def save_policy(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load_policy(directory: Path) -> dict[str, Any]:
-    """Read the policy's state, which `save_policy` wrote, on the CPU.
-
-    Raises:
-        CheckpointError: there is no such state, or it holds other objects than data.
-    """
+    """Read the policy's state, which `save_policy` wrote, on the CPU."""
     file = directory / "optimizer.pt"
     if not file.is_file():
         raise CheckpointError(

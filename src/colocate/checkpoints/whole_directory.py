@@ -11,11 +11,7 @@ from pathlib import Path
 @contextmanager
 def writing_directory(target: Path) -> Iterator[Path]:
     """Yield a directory to write into, which becomes `target`, or what that links to, when the block has
-    ended without an error.
-
-    Raises:
-        ValueError: `target` is a file or a directory that is not empty.
-    """
+    ended without an error."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists already: name a directory that does not, or an empty one.")
     target = target.resolve()

@@ -24,12 +24,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ValueError, FileNotFoundError: a directory is not that of a run.
-        OSError: the port is taken.
-    """
+    """Run the command; returns its exit code."""
     run_dirs: list[Path] = known.run_dirs
     for directory in run_dirs:
         if not directory.is_dir():

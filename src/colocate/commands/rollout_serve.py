@@ -75,14 +75,7 @@ def _add_parser(commands: Any, name: str, summary: str, engine: str) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ImportError: the engine, or what its server is made of, is not installed.
-        ValueError: an option of another engine, the port is taken, the native engine does not know the model,
-            or the key cannot be used.
-        OSError: the model is not found.
-    """
+    """Run the command; returns its exit code."""
     return _serve_vllm(known) if known.engine == "vllm" else _serve_native(known)
 
 

@@ -76,12 +76,7 @@ def _named(engine: str) -> str:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
-
-    Raises:
-        ImportError: what the service is made of is not installed, or the engine is not.
-        ValueError: a public address without a key, a port that is taken, or an option out of its range.
-    """
+    """Run the command; returns its exit code."""
     check_installed("colocate serve")
     key = _key_for(known.host)
     for name in ("max_num_seqs", "max_model_len", "kv_cache_tokens", "max_requests"):

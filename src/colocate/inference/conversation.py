@@ -29,9 +29,6 @@ class Conversation:
         system_prompt: the first message of the conversation.
         tokens_per_piece: tokens that are drawn from one look at the engine to the next. A piece costs the
             native engine one prefill of a token besides its decode steps.
-
-    Raises:
-        ValueError: a system prompt without a chat template.
     """
 
     def __init__(

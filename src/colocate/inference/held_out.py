@@ -47,11 +47,6 @@ def held_out_rows(
         saved: a model whose run had `test_split_size`.
         max_rows: return the first rows only, this many at most.
         trust_remote_code: run code that comes with the tokenizer by which the run measured prompts.
-
-    Raises:
-        ValueError: the run did not evaluate, so that it trained on all rows; its checkpoints say that it
-            trained on other rows than those that remain now; or the data cannot be loaded.
-        FileNotFoundError, ImportError: see `RunData.load`.
     """
     run, options = parse_run(saved.options)
     size = f"test_split_size={run.test_split_size:g}"

@@ -71,9 +71,6 @@ class LoadedModel:
         Args:
             kv_cache_tokens: tokens for which a native engine takes a KV cache at once; if memory has room for
                 fewer, its `num_cache_tokens` says for how many. Other engines see to their memory themselves.
-
-        Raises:
-            ImportError: engine="vllm" without vLLM.
         """
         config, takes_at_most = copy(self.config), False
         if kv_cache_tokens is not None and config.engine in ("auto", "native") and has_layout(self.model):
@@ -94,12 +91,6 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
         options: of `GRPOConfig`, and those of `RunConfig` that say in which type or how in 4 bits weights
             are loaded. They replace the options of the run that trained the model. Code that comes with a
             model is run only if they have `trust_remote_code`, whatever the run had.
-
-    Raises:
-        ValueError: the model cannot be loaded or needs code that is not trusted, or the adapter is for
-            another one.
-        OSError: the model or its tokenizer is not found.
-        ImportError: the adapter needs PEFT, or 4-bit weights need bitsandbytes, and it is not installed.
     """
     known = {name: saved.options[name] for name in (*_OF_TRAINING, *_OF_4_BITS) if name in saved.options}
     values = {**known, **options}

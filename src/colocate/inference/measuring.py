@@ -103,10 +103,6 @@ def score_model(
         rows: with the column `prompt` and those that the reward functions need.
         rewards: a completion is right if the first of them gives it at least `correct_at`.
         on_progress: told how many completions are done.
-
-    Raises:
-        ValueError: a prompt cannot be tokenized or leaves no room for a completion.
-        RewardError: a reward function failed.
     """
     token_ids = tokenize_prompts(
         rows, loaded.tokenizer, chat_template_kwargs=loaded.config.chat_template_kwargs

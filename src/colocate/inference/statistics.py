@@ -40,9 +40,6 @@ def share(values: Sequence[float], num_samples: int = 1) -> Estimate:
 
     Args:
         num_samples: completions that each value is made of.
-
-    Raises:
-        ValueError: there are no values, or one is not between 0 and 1.
     """
     if not values or min(values) < 0 or max(values) > 1:
         raise ValueError("A share needs at least one value, and all of them between 0 and 1.")
@@ -65,11 +62,7 @@ def wilson(observed: float, num_draws: float) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of N prompts' values, with Student's interval of its standard error; NaN bounds for one value.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """The mean of N prompts' values, with Student's interval of its standard error; NaN bounds for one value."""
     if not values:
         raise ValueError("A mean needs at least one value.")
     center = fmean(values)
@@ -100,9 +93,6 @@ def difference(values: Sequence[float], others: Sequence[float], num_samples: in
     Both models have their easy and hard prompts in common, which says more than two intervals do. The
     interval is made of both shares' intervals and of the correlation between them (Newcombe 1998, Statistics
     in Medicine 17:2635, method 10), so that it has a width even where no prompt's share differs.
-
-    Raises:
-        ValueError: as `share`.
     """
     one, other = share(values, num_samples), share(others, num_samples)
     phi = _correlation(values, others, num_samples)
@@ -136,9 +126,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     The estimate 1 - C(n - c, k) / C(n, k) has no bias (Chen et al. 2021, arXiv:2107.03374, equation 1); 1 -
     (1 - c / n)^k has.
-
-    Raises:
-        ValueError: k is not 1 to n, or c not 0 to n.
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(

@@ -53,11 +53,6 @@ def plan_run(
 
     Returns:
         The exit code: 0 if the run fits or there is no device to fit, else `DOES_NOT_FIT`.
-
-    Raises:
-        OSError: there is no config.json of the model.
-        ValueError: the model is not supported natively, the device is not known or has no
-            `rollout_precision` in 8 bits, or the weights cannot be split as `shard` says.
     """
     is_elsewhere = device_name is not None or device_memory_gib is not None
     config = _config(options, num_gpus, is_elsewhere=is_elsewhere)

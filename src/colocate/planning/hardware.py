@@ -51,11 +51,7 @@ TOO_OLD = ("T4", "V100", "P100", "RTX 20")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a run: equal nodes of equal GPUs.
-
-    Raises:
-        ValueError: the GPUs cannot be divided among the nodes.
-    """
+    """The GPUs of a run: equal nodes of equal GPUs."""
 
     num_gpus: int = 1
     num_nodes: int = 1
@@ -75,11 +71,7 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU in the table that a name given by a driver or a user stands for; None if it is not there.
-
-    Raises:
-        ValueError: the GPU is too old.
-    """
+    """The GPU in the table that a name given by a driver or a user stands for; None if it is not there."""
     words = _words(name)
     if "LAPTOP" in words:
         return None  # a smaller chip under the name of a larger one

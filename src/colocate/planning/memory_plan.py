@@ -91,11 +91,7 @@ class MemoryPlan:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the device that are free at the peak; if negative, bytes that are missing.
-
-        Raises:
-            ValueError: the device is not known.
-        """
+        """Bytes of the device that are free at the peak; if negative, bytes that are missing."""
         if self.device_memory_bytes is None:
             raise ValueError("The device is not known: nothing can be said of its memory.")
         return self.device_memory_bytes - self.peak_bytes
@@ -176,9 +172,6 @@ def account(
 
     Args:
         correction: factor on the predicted bytes that grow with a micro-batch's tokens (`Planner.refine`).
-
-    Raises:
-        ValueError: the optimizer's state is not known.
     """
     if workload.optim not in MOMENTS_BYTES:
         raise ValueError(f"optim={workload.optim!r}: state size unknown; one of {', '.join(MOMENTS_BYTES)}.")

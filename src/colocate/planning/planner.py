@@ -84,11 +84,7 @@ def plan(
     wishes: Wishes | None = None,
     correction: float = 1.0,
 ) -> MemoryPlan:
-    """Choose how to train (`choose_train_plan`), and account for the memory of one device.
-
-    Raises:
-        ValueError: the optimizer's state is not known.
-    """
+    """Choose how to train (`choose_train_plan`), and account for the memory of one device."""
     wishes = wishes or Wishes()
     train_plan = choose_train_plan(shapes, workload, device_memory_bytes, wishes, correction)
     result = account(shapes, workload, train_plan, device_memory_bytes, correction)
@@ -196,11 +192,7 @@ class Case:
     """The GPUs for which the planner chooses how they split the run; None: the workload's sharding stands."""
 
     def plan(self, correction: float = 1.0) -> MemoryPlan:
-        """The memory of one device.
-
-        Raises:
-            ValueError: the optimizer's state is not known, or the weights cannot be split as wished for.
-        """
+        """The memory of one device."""
         if self.cluster is not None:
             return self.sharding_choice(self.cluster, correction).chosen.plan
         return self._plan_of(self.workload, correction)

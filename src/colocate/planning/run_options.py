@@ -42,11 +42,7 @@ def workload_of(
     is_gpu: bool,
     has_cudnn: bool = False,
 ) -> Workload:
-    """The memory and work that a run with these options asks of one rank's device.
-
-    Raises:
-        ValueError: the engine is of another distribution, which does not say what memory it takes.
-    """
+    """The memory and work that a run with these options asks of one rank's device."""
     if (engine := _planned_as(args.engine)) is None:
         raise ValueError(
             f"engine={args.engine!r} is not planned: the distribution that brings it does not say which "
@@ -155,9 +151,6 @@ def sharding_choice(
     Args:
         shapes: of the model as it will be trained, with adapters and in 4 bits if it will be so.
         parameter_dtype: the type of its weights.
-
-    Raises:
-        ValueError: the weights cannot be split as `shard` says.
     """
     is_gpu = device.type == "cuda"
     has_cudnn = is_gpu and cudnn_attention.has_cudnn(device, parameter_dtype, shapes.head_size)

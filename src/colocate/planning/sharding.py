@@ -81,9 +81,6 @@ def choose_sharding(
 
     Args:
         plan_of: the plan of a workload with its sharding.
-
-    Raises:
-        ValueError: the model, the engine or the nodes cannot have as many parts as are wished for.
     """
     if wish == "none":
         only = _candidate(shapes, workload, cluster, Sharding(cluster.num_gpus, 1, False), plan_of)

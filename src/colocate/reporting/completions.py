@@ -82,9 +82,6 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
 
     What models and tools choose the types of, the arguments of calls and contents that are not text, is
     written as JSON.
-
-    Raises:
-        ValueError: a column mixes types that parquet cannot hold together.
     """
     import pyarrow
     import pyarrow.parquet

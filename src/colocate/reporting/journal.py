@@ -140,11 +140,7 @@ class Journal:
         self.event("on_init_end")
 
     def event(self, name: str, **kwargs: Any) -> None:
-        """Run a callback event; the callbacks may change `control`.
-
-        Raises:
-            NotImplementedError: a callback asks for the rest of the epoch to be skipped.
-        """
+        """Run a callback event; the callbacks may change `control`."""
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, **kwargs)
         if self.control.should_epoch_stop:
             raise NotImplementedError(

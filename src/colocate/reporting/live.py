@@ -74,9 +74,6 @@ class ReportServer(ThreadingHTTPServer):
 
     Attributes:
         url: the page's address.
-
-    Raises:
-        OSError: the port is taken.
     """
 
     daemon_threads = True

@@ -145,9 +145,6 @@ class RunLog:
 
         Args:
             timeline: what `Timeline.drain` returned: `wall_s`, `phases`, `memory`.
-
-        Raises:
-            ValueError: the step does not follow the last one, or a metric has a reserved name.
         """
         if step <= self._last_step:
             raise ValueError(

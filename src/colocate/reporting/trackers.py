@@ -32,9 +32,6 @@ def check_installed(report_to: object) -> None:
     Args:
         report_to: the name of a tracker, several of them in a list or a text "[a, b]", or None. Names that
             transformers does not know are not checked here.
-
-    Raises:
-        ImportError: with the command that installs it.
     """
     names = report_to.strip("[] ").split(",") if isinstance(report_to, str) else report_to
     for name in names if isinstance(names, Iterable) else ():

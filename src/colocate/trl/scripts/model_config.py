@@ -126,11 +126,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 
 
 def lora_config(**options: Any) -> LoraConfig:
-    """PEFT's configuration of LoRA adapters, with options of its own.
-
-    Raises:
-        ImportError: PEFT is not installed.
-    """
+    """PEFT's configuration of LoRA adapters, with options of its own."""
     try:
         from peft import LoraConfig
     except ImportError as error:
