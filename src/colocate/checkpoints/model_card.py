@@ -18,25 +18,12 @@ TAGS = ("generated_from_trainer", "colocate", "grpo")
 _PRIVATE = ("dir", "path", "url", "host", "port", "hub_", "run_name", "token")
 """Parts of the names of options whose values say where a run was and not what it was."""
 _NOT_OF_TRAINING = (
-    "logging",
-    "save",
-    "report",
-    "disable",
-    "debug",
-    "dataloader",
-    "use_cpu",
-    "eval_on",
-    "pad_to",
+    *("logging", "save", "report", "disable", "debug", "dataloader", "use_cpu", "eval_on", "pad_to"),
 )
 """Beginnings of the names of options that change no weight."""
 _PAPER = "https://arxiv.org/abs/2402.03300"
 _SHOWN_METRICS = (
-    "reward",
-    "eval_reward",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "kl",
-    "entropy",
+    *("reward", "eval_reward", "completions/mean_length", "completions/clipped_ratio", "kl", "entropy"),
 )
 
 

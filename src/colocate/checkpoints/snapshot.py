@@ -87,7 +87,7 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
 
 
 def saved_by_ranks(directory: Path, part: str) -> Iterator[dict[str, Any]]:
-    """The state of one part of the run on each of the ranks that saved, whether this run has as many or not."""
+    """The state of one part of the run on each rank that saved, whether this run has as many or not."""
     for file in sorted(directory.glob("rank*.pt")):
         yield read_data(file)["parts"][part]
 

@@ -46,18 +46,17 @@ def add_base(command: argparse.ArgumentParser) -> None:
 def add_loading(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say how a model is loaded and what generates."""
     add_base(command)
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--engine",
         default="auto",
         choices=["auto", "native", "vllm", "transformers"],
         help="what generates (default: the native engine where it knows the model, else transformers)",
     )
-    command.add_argument("--load_in_4bit", action="store_true", help="load the base in 4 bits, as QLoRA does")
-    command.add_argument(
-        "--trust_remote_code", action="store_true", help="run code that the model brings along"
-    )
-    command.add_argument("--use_cpu", action="store_true", help="generate on the CPU even if there is a GPU")
-    command.add_argument("--seed", type=int, default=42, help="seed of the draws (default: %(default)s)")
+    add("--load_in_4bit", action="store_true", help="load the base in 4 bits, as QLoRA does")
+    add("--trust_remote_code", action="store_true", help="run code that the model brings along")
+    add("--use_cpu", action="store_true", help="generate on the CPU even if there is a GPU")
+    add("--seed", type=int, default=42, help="seed of the draws (default: %(default)s)")
 
 
 def loading_options(known: argparse.Namespace) -> dict[str, Any]:

@@ -34,28 +34,29 @@ def add_parser(commands: Any) -> None:
         f". On a terminal: {_HELP} In a pipe each line is a message, and answers are all that is printed."
     )
     command = add_command(commands, "chat", "MODEL [options]", SUMMARY, details)
-    command.add_argument("model", help=MODEL_HELP)
-    command.add_argument("--system_prompt", help="the first message (default: that of the run)")
-    command.add_argument(
+    add = command.add_argument
+    add("model", help=MODEL_HELP)
+    add("--system_prompt", help="the first message (default: that of the run)")
+    add(
         "--temperature",
         type=temperature,
         default=1.0,
         help="0 is greedy (default: %(default)s, as in training)",
     )
-    command.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
-    command.add_argument(
+    add("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
+    add(
         "--max_tokens",
         type=positive,
         help="tokens of an answer (default: max_completion_length of the run, or 512)",
     )
-    command.add_argument(
+    add(
         "--max_context",
         type=positive,
         default=16384,
         help="tokens of the whole conversation, for which memory is taken (default: %(default)s, or fewer "
         "if the model has fewer)",
     )
-    command.add_argument(
+    add(
         "--raw",
         action="store_true",
         help="use no chat template: each message is a prompt that the model continues",

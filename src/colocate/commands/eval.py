@@ -40,53 +40,46 @@ def add_parser(commands: Any) -> None:
         "Intervals are of 95% confidence, over prompts. Differences are to the first model."
     )
     command = add_command(commands, "eval", "MODEL [MODEL ...] [options]", SUMMARY, details)
-    command.add_argument(
+    add = command.add_argument
+    add(
         "models",
         nargs="+",
         metavar="MODEL",
         help=f"{MODEL_HELP}; or a run file, for the model that the run would start from",
     )
-    command.add_argument(
-        "--dataset", help="as dataset_name of a run file (default: what the run evaluated on)"
-    )
-    command.add_argument("--split", help="split of the dataset (default: test; train for a single file)")
-    command.add_argument("--prompt_column", help="the column with the prompts (default: prompt)")
-    command.add_argument("--prompt_template", help='makes prompts of columns: "{question} Think first."')
-    command.add_argument("--system_prompt", help="a system message before each prompt")
-    command.add_argument(
-        "--columns", help="new names of columns, as in a run file: '{answer: solution}' (default: the run's)"
-    )
-    command.add_argument("--max_rows", type=positive, help="measure on the first rows only")
-    command.add_argument(
+    add("--dataset", help="as dataset_name of a run file (default: what the run evaluated on)")
+    add("--split", help="split of the dataset (default: test; train for a single file)")
+    add("--prompt_column", help="the column with the prompts (default: prompt)")
+    add("--prompt_template", help='makes prompts of columns: "{question} Think first."')
+    add("--system_prompt", help="a system message before each prompt")
+    add("--columns", help="new names of columns, as in a run file: '{answer: solution}' (default: the run's)")
+    add("--max_rows", type=positive, help="measure on the first rows only")
+    add(
         "--reward_funcs",
         nargs="+",
         help="as in a run file; a completion is right by the first of them (default: those of the run, if "
         "they are built in)",
     )
-    command.add_argument(
+    add(
         "--correct_at",
         type=float,
         default=1.0,
         help="reward from which a completion is right (default: %(default)s)",
     )
-    command.add_argument(
-        "--num_samples", type=positive, default=1, help="completions of each prompt (default: %(default)s)"
-    )
-    command.add_argument(
-        "--k", type=positive, nargs="+", help="the k of pass@k (default: powers of two up to num_samples)"
-    )
-    command.add_argument(
+    add("--num_samples", type=positive, default=1, help="completions of each prompt (default: %(default)s)")
+    add("--k", type=positive, nargs="+", help="the k of pass@k (default: powers of two up to num_samples)")
+    add(
         "--temperature",
         type=temperature,
         help="default: 0 (greedy) with one completion of each prompt, else 1",
     )
-    command.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
-    command.add_argument(
+    add("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
+    add(
         "--max_tokens",
         type=positive,
         help="tokens of a completion (default: max_completion_length of the run)",
     )
-    command.add_argument("--output", type=Path, help="write everything as JSON to this file")
+    add("--output", type=Path, help="write everything as JSON to this file")
     add_loading(command)
 
 

@@ -22,18 +22,17 @@ def add_parser(commands: Any) -> None:
         "checkpoints, options and completions. gguf: one file for llama.cpp and Ollama."
     )
     command = add_command(commands, "export", "MODEL OUT [options]", SUMMARY, details)
-    command.add_argument("model", help=MODEL_HELP)
-    command.add_argument("out", type=Path, help="the directory to write, or for gguf the file")
-    command.add_argument(
-        "--format", default="safetensors", choices=["safetensors", "gguf"], help="default: %(default)s"
-    )
-    command.add_argument(
+    add = command.add_argument
+    add("model", help=MODEL_HELP)
+    add("out", type=Path, help="the directory to write, or for gguf the file")
+    add("--format", default="safetensors", choices=["safetensors", "gguf"], help="default: %(default)s")
+    add(
         "--gguf_type",
         default="auto",
         choices=["auto", "f32", "f16", "bf16", "q8_0"],
         help="type of the weights in a GGUF file (default: the model's own, of 16 bits)",
     )
-    command.add_argument(
+    add(
         "--converter",
         type=Path,
         help="convert_hf_to_gguf.py of a llama.cpp checkout, in place of the package",

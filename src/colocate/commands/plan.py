@@ -26,23 +26,22 @@ _EPILOG = (
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     command = add_run_parser(commands, "plan", SUMMARY, epilog=_EPILOG)
-    command.add_argument("--json", action="store_true", help="print JSON instead of words")
-    command.add_argument("--verbose", action="store_true", help="print every row of the arithmetic")
-    command.add_argument(
+    add = command.add_argument
+    add("--json", action="store_true", help="print JSON instead of words")
+    add("--verbose", action="store_true", help="print every row of the arithmetic")
+    add(
         "--device_memory_gib",
         type=_memory_size,
         help="memory of the device to plan for (default: that of --device_name, or of the one here)",
     )
-    command.add_argument(
+    add(
         "--gpu",
         "--device_name",
         dest="device_name",
         help="the GPU to plan for, such as H100 (default: the one here)",
     )
-    command.add_argument("--num_gpus", type=positive, default=1, help="GPUs that train together (default: 1)")
-    command.add_argument(
-        "--num_nodes", type=positive, help="machines that hold these GPUs (default: one for every 8)"
-    )
+    add("--num_gpus", type=positive, default=1, help="GPUs that train together (default: 1)")
+    add("--num_nodes", type=positive, help="machines that hold these GPUs (default: one for every 8)")
 
 
 def _memory_size(text: str) -> float:

@@ -15,12 +15,13 @@ def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
     summary = "write the report of a finished or running run, or of several runs beside one another"
     command = add_command(commands, "report", "RUN_DIR [RUN_DIR ...] [options]", summary)
-    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run")
+    add = command.add_argument
+    add("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run")
     where = "file for the page of several runs (default: comparison.html); one run has report.html in RUN_DIR"
-    command.add_argument("--output", type=Path, help=where)
-    command.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, kept up to date")
+    add("--output", type=Path, help=where)
+    add("--watch", action="store_true", help="serve the page on 127.0.0.1, kept up to date")
     port = f"port of 127.0.0.1 for --watch (default: {DEFAULT_PORT}; 0: any that is free)"
-    command.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
+    add("--port", type=int, default=DEFAULT_PORT, help=port)
 
 
 def run(known: argparse.Namespace) -> int:

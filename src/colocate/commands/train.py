@@ -63,28 +63,25 @@ class _OptionHelp(argparse.Action):
 
 def _add_launcher(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("ranks (one process per GPU) that Ray starts")
-    group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
-    group.add_argument("--num_nodes", type=positive, help="nodes to train on (default: 1)")
-    group.add_argument("--gpus_per_node", type=positive, help="GPUs of each node, one rank on each")
-    group.add_argument("--ranks_per_node", type=positive, help="ranks of each node without GPUs")
-    group.add_argument(
-        "--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)"
-    )
-    group.add_argument(
-        "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
-    )
-    group.add_argument("--num_replicas", type=positive, help="rollout servers to start for the run")
-    group.add_argument(
+    add = group.add_argument
+    add("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
+    add("--num_nodes", type=positive, help="nodes to train on (default: 1)")
+    add("--gpus_per_node", type=positive, help="GPUs of each node, one rank on each")
+    add("--ranks_per_node", type=positive, help="ranks of each node without GPUs")
+    add("--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)")
+    add("--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)")
+    add("--num_replicas", type=positive, help="rollout servers to start for the run")
+    add(
         "--replica_engine",
         choices=["vllm", "native"],
         help="what they draw with (default: vllm, whose options go after --)",
     )
-    group.add_argument(
+    add(
         "--replica_gpus",
         type=positive,
         help="GPUs of each vLLM server, tensor parallel over them (default: 1)",
     )
-    group.add_argument(
+    add(
         "--replica_placement",
         choices=["colocated", "own"],
         help="servers on the ranks' GPUs, in turns with them (the default), or on GPUs of their own",

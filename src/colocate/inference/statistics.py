@@ -62,7 +62,7 @@ def wilson(observed: float, num_draws: float) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of N prompts' values, with Student's interval of its standard error; NaN bounds for one value."""
+    """The mean of N prompts' values, with Student's interval of its error; NaN bounds for one value."""
     if not values:
         raise ValueError("A mean needs at least one value.")
     center = fmean(values)
