@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from colocate.episodes.environments import EnvironmentPool
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.base import RewardFunctions
+from colocate.users_code.background import BackgroundLoop
 from tiny import StubEngine, make_trainer, weights_of
 
 CHANGES = {
@@ -76,6 +78,21 @@ def test_modes_and_defaults_of_pytorch_are_put_back(door, change, caplog):
             door(function)
         assert modes() == before
     assert "changed, from" in caplog.text and "It is put back" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["default dtype", "precision"])
+def test_what_an_async_function_changes_at_once_is_put_back(name, monkeypatch, caplog):
+    before, submit = modes(), BackgroundLoop.submit
+
+    def ended(loop, awaitable):
+        future = submit(loop, awaitable)
+        wait([future], timeout=60)
+        return future
+
+    monkeypatch.setattr(BackgroundLoop, "submit", ended)
+    call_async_reward(lambda: CHANGES[name]() or [1.0])
+    assert modes() == before
+    assert "One of the reward functions (judge) has left" in caplog.text
 
 
 @pytest.mark.parametrize("door", [call_reward, call_async_reward, call_tool, call_reset])

@@ -152,7 +152,10 @@ class RewardFunctions:
             "trainer_state": trainer_state,
         }
         logs = [FunctionLog(name) for name in self.names]
-        rewards = self._call_all(shared, logs)
+        # An async function may have changed something before it is waited for.
+        functions = f"One of the reward functions ({', '.join(self.names)})"
+        with users_code(functions), kept_trainer_state(functions, trainer_state):
+            rewards = self._call_all(shared, logs)
         table = RewardTable(
             torch.tensor(rewards, dtype=torch.float32).T.contiguous(), *merge_logs(logs, len(prompts))
         )
