@@ -1,6 +1,7 @@
 """docs/security.md, held to the sockets that are open in each mode.
 
-Ray's rows are compared where Ray is started anyhow, in tests/distributed/test_ray_launcher.py.
+Rows of Ray and of vLLM are compared where these are started anyhow: in distributed/test_ray_launcher.py, in
+test_vllm_server.py and in test_vllm_in_process.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tiny import make_model, make_tokenizer, make_trainer
 from tool_chat import user
 
 ONE_PROCESS, RANKS = "`colocate train` with one process", "several ranks"
+VLLMS = "vLLM's workers"
 RAYS = ("`--launcher ray` on one machine", "a Ray cluster that you start")
 RANK = """
 import json, os, sys, torch
@@ -102,8 +104,8 @@ MODES: dict[str, Callable[[Path, Look, pytest.MonkeyPatch], None]] = {
 
 def test_every_row_of_the_page_is_compared():
     names = [row[0] for row in rows()]
-    assert len(names) == len(MODES) + 1 + len(RAYS)
-    for mode in (*MODES, RANKS, *RAYS):
+    assert len(names) == len(MODES) + 2 + len(RAYS)
+    for mode in (*MODES, RANKS, VLLMS, *RAYS):
         assert sum(name.startswith(mode) for name in names) == 1, mode
 
 

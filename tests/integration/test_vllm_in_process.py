@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
+from listening import kinds_of, said_of
 from processes import TORCHRUN, run_python
 from tiny import make_model, make_trainer
 from vllm_unpacked import unpacked
@@ -36,8 +37,12 @@ def alone(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_shared_weights_need_no_publication(alone):
-    found = {name: value for name, value in alone["shared"].items() if name != "found"}
+    found = {name: value for name, value in alone["shared"].items() if name not in ("found", "listens")}
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
+
+
+def test_it_listens_where_the_page_on_security_says(alone):
+    assert kinds_of(map(tuple, alone["shared"]["listens"])) <= said_of("vLLM's workers")
 
 
 def test_a_later_turn_tells_what_it_has_found_in_the_cache(alone):

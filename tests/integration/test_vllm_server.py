@@ -9,8 +9,10 @@ import dataclasses
 import json
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,7 @@ from colocate.http.lease import ServerHeld
 from colocate.rollout_server.trainer.client import ServerUnreachable, Workers
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.types import SamplingParams
+from listening import kinds_of, said_of, sockets
 from serving_case import MODEL, serving
 
 # One shared server for these and the contract suite's tests.
@@ -234,6 +237,20 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
         assert bearer["Authorization"].split()[1] not in server.log.read_text() + caplog.text
     finally:
         engine.close()
+
+
+def test_its_processes_listen_where_the_page_on_security_says():
+    server = shared_server()
+    processes = [psutil.Process(server.process.pid), *server.descendants()]
+    found = sockets(process.pid for process in processes)
+    (front,) = (address for address in found if address[1] == server.port)
+    assert kinds_of([front]) == said_of("`colocate rollout-serve`")
+    # Where gloo listens depends on the host's name.
+    assert found - {front} and kinds_of(found - {front}) <= said_of("vLLM's workers")
+    files = {unix.laddr for process in processes for unix in process.net_connections(kind="unix")}
+    files = {Path(file) for file in files if file.startswith("/")}
+    assert files and {file.parent for file in files} == {Path(tempfile.gettempdir())}
+    assert not any(file.stat().st_mode & stat.S_IWOTH for file in files)
 
 
 def test_port_taken():

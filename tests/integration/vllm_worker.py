@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ from engine_models import (
 from colocate.engines.vllm import shared_weights
 from colocate.engines.vllm.engine import VLLMEngine
 from colocate.types import SamplingParams
+from listening import sockets
 from vllm_unpacked import unpacked
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
@@ -118,12 +120,14 @@ def shared() -> dict[str, Any]:
     with unpacked():
         engine = start(model, weights="shared")
     equal = rounds(engine, model, make_prompts([5, 7]), 4)
+    children = psutil.Process().children(recursive=True)
     return {
         "equal": equal,
         "shares": engine.shares_weights,
         "published_bytes": engine.published_bytes,
         "outside": len(set(engine._llm.apply_model(addresses)[0]) - set(addresses(model))),
         "found": found_in_the_cache(engine, model),
+        "listens": sorted(sockets([os.getpid(), *(child.pid for child in children)])),
     }
 
 

@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from colocate.engines.requests import check_no_tensors
@@ -329,9 +328,9 @@ class VLLMEngine(TurnEngine):
         with (
             internals.random_states_kept(self._device),
             internals.process_settings_kept(),
+            internals.own_process_group(self._device) as self._owns_process_group,
             internals.launched(self._device),
         ):
-            self._owns_process_group = not dist.is_initialized()
             import vllm
 
             assert self._model is not None

@@ -270,6 +270,23 @@ def launched(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def own_process_group(device: torch.device) -> Iterator[bool]:
+    """Start `torch.distributed`'s default group for vLLM where no launcher has started this process and the
+    run has no group; yields whether vLLM owns the group. vLLM itself would start it with a store of PyTorch's
+    that listens on every address, for nobody."""
+    is_vllms = not dist.is_initialized()
+    if is_vllms and "RANK" not in os.environ:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield is_vllms
+    except BaseException:
+        if is_vllms and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+@contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
     """Put the global random states back after a block: vLLM seeds all of them and samples from some."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
