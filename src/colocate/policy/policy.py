@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.memory.recovery import Recovery, Remedy, Result
+from colocate.memory.recovery import Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.collectives import all_reduce_mean, is_distributed
 from colocate.parallel.mesh import Mesh
-from colocate.parallel.verdict import Peers, first_line
+from colocate.parallel.verdict import Peers
 from colocate.policy.attention.pack import groups_of
 from colocate.policy.checks.forward_check import check_forward_pass
 from colocate.policy.head.logprobs import token_logprobs
@@ -30,7 +30,7 @@ from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack, runs_packed
 from colocate.policy.stack.stacks import Stacks
-from colocate.policy.step_plan import StepPlan
+from colocate.policy.step_plan import RepeatedWork, StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.reporting.run_log import reserve_metrics
@@ -47,15 +47,6 @@ LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 The entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without the
 entropies' gradient, the log-probabilities' gradient costs less.
 """
-
-UNREPEATABLE_ADVICE = (
-    "With FSDP2 a pass that has failed on one rank cannot be repeated. Lower max_tokens_per_microbatch, "
-    "max_completion_length or max_prompt_length, or set gradient_checkpointing=True."
-)
-OUT_OF_MEMORY_ADVICE = (
-    "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
-    "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
-)
 
 
 @dataclass(frozen=True)
@@ -74,18 +65,6 @@ class UpdateResult:
     """The tokens of the step's largest micro-batch; 0 where the model runs padded."""
     has_signal: bool = True
     """Whether passes were made. False: the gradient was known to be 0 (`Policy.update`)."""
-
-
-def _once(work: Callable[[], Result]) -> Result:
-    """Do work that other ranks take part in and cannot repeat.
-
-    Raises:
-        RuntimeError: memory has run out.
-    """
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        raise RuntimeError(f"{first_line(error).rstrip('.')}. {UNREPEATABLE_ADVICE}") from error
 
 
 class Policy:
@@ -113,9 +92,6 @@ class Policy:
         counts: where micro-batches are counted that have been launched.
         mark_memory: called with the name of the work that has just been launched and the kind of memory that
             is used only while it runs (`Timeline.mark`).
-
-    Raises:
-        ValueError: temperature 0, or a model that `check_forward_pass` refuses.
     """
 
     def __init__(
@@ -156,16 +132,9 @@ class Policy:
         self._mesh = mesh or Mesh(None)
         self._partners = Peers(self.device, self._mesh.weight_group)
 
-        def recovery(peers: Peers) -> Recovery:
-            shrink = partial(self._step_plan.shrink, peers)
-            return Recovery(remedies, OUT_OF_MEMORY_ADVICE, joint_remedies=[shrink], peers=peers)
-
-        # An update is everyone's. Log-probs need the ranks that share the weights, if any; the others may ask
-        # for them less often.
-        self._retry, self._retry_together = recovery(self._partners).run, recovery(self._everyone).run
-        self._retry_passes = self._retry_together
-        if is_fully_sharded(model):
-            self._retry = self._retry_passes = _once
+        self._repeating = RepeatedWork(
+            self._step_plan, remedies, can_repeat_passes=not is_fully_sharded(model)
+        )
         self._counts, self._mark_memory = counts or WorkCounts(), mark_memory
         self._host_activations = HostActivations()
         self._stacks = Stacks(
@@ -213,7 +182,7 @@ class Policy:
         has_signal = self._step_plan.join(self._everyone, bool(may_differ))
         size = self._step_size(samples)
         passes = partial(self._accumulate_all, samples if has_signal else (), objective, size)
-        loss, metrics, logprobs = self._retry_passes(passes)
+        loss, metrics, logprobs = self._repeating.run(passes, self._everyone)
         metrics.add_mean("updates_without_signal", float(not has_signal), 1)
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
@@ -227,7 +196,7 @@ class Policy:
         else:
             if self._max_grad_norm is not None and self._max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self._retry_together(self.optimizer.prepare_step)
+            self._repeating.run(self.optimizer.prepare_step, self._everyone, has_passes=False)
             self.optimizer.step()
             self._mark_memory("optimizer step", "workspace")
             self.version += 1
@@ -246,7 +215,7 @@ class Policy:
         microbatches = self._microbatches(samples, packed=self._runs_packed)
         for indices in self._counts.each("micro-batches", microbatches):
             microbatch = [samples[i] for i in indices]
-            evaluated = self._retry(partial(self._evaluate, self.model, microbatch, "evaluation"))
+            evaluated = self._evaluate(self.model, microbatch, "evaluation")
             if not evaluated:
                 continue
             logprobs, entropies = zip(*evaluated, strict=True)
@@ -256,7 +225,8 @@ class Policy:
                 loss_batch(microbatch),
             )
             if self.router_loss_coef:
-                _, router_loss = self._retry(partial(padded_with_router_loss, self.model, microbatch))
+                passes = partial(padded_with_router_loss, self.model, microbatch)
+                _, router_loss = self._repeating.run(passes, self._partners)
                 share = len(microbatch) / size
                 part = part + self._weighted(router_loss, share, part_metrics)
             loss += part
@@ -268,20 +238,16 @@ class Policy:
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
         counted = "micro-batches of log-probs"
-        return self._retry(partial(self._evaluate, self.model, samples, "evaluation", counted))
+        return self._evaluate(self.model, samples, "evaluation", counted)
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Log-probabilities [C] float32 of every completion under the reference.
-
-        Raises:
-            RuntimeError: the policy was made without a reference.
-        """
+        """Log-probabilities [C] float32 of every completion under the reference."""
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
             counted = "micro-batches of the reference"
-            results = self._retry(partial(self._evaluate, model, samples, "reference", counted))
+            results = self._evaluate(model, samples, "reference", counted)
             return [logprobs for logprobs, _ in results]
 
     def learn(self, memory: dict[str, Any], update: UpdateResult) -> None:
@@ -351,8 +317,7 @@ class Policy:
     def _accumulate_all(
         self, samples: Sequence[Sample], objective: LossFunction, size: float
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
-        """Forward and backward of all micro-batches of a step of `size` sequences: loss, metrics,
-        log-probabilities by sample."""
+        """Loss, metrics and log-probs of the forward and backward passes of a step of `size` sequences."""
         self.optimizer.check_trained(self.model)
         self.model.train()
         # An attempt that ran out of memory leaves gradients and activations behind.
@@ -384,8 +349,7 @@ class Policy:
     def _accumulate(
         self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction, share: float
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
-        """Forward and backward of one micro-batch, `share` of the step's sequences; gradients stay in the
-        optimizer's leaves."""
+        """Forward and backward of one micro-batch, `share` of the step; gradients stay in the leaves."""
         hidden = router_loss = None
         if self.router_loss_coef:
             hidden, router_loss = padded_with_router_loss(self.model, samples)
@@ -414,6 +378,12 @@ class Policy:
 
     def _evaluate(
         self, model: nn.Module, samples: Sequence[Sample], use: str, counted: str | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """`_evaluate_once`, repeated if memory runs out, with the ranks that share the weights."""
+        return self._repeating.run(partial(self._evaluate_once, model, samples, use, counted), self._partners)
+
+    def _evaluate_once(
+        self, model: nn.Module, samples: Sequence[Sample], use: str, counted: str | None
     ) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies of every completion; micro-batches are counted under that name."""
         model.eval()
@@ -445,11 +415,7 @@ class Policy:
         *,
         entropy_gradient: bool,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities and entropies of every completion, each [C].
-
-        Args:
-            hidden: what `_hidden_states` returns, if it is known.
-        """
+        """Log-probabilities and entropies of every completion, each [C], from `hidden` if it is known."""
 
         def work() -> tuple[Tensor, Tensor]:
             states = self._hidden_states(model, stack, samples) if hidden is None else hidden
@@ -492,11 +458,7 @@ class Policy:
         return logprobs, entropies
 
     def _microbatches(self, samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
-        """The indices of the samples in each micro-batch.
-
-        Ranks that share the weights get equally many, since they gather each layer together: those with fewer
-        get empty ones.
-        """
+        """The indices of each micro-batch's samples; ranks that gather layers together get equally many."""
         for number, sample in enumerate(samples):
             if len(sample.prompt_ids) == 0 or len(sample.completion_ids) == 0:
                 raise ValueError(
@@ -516,10 +478,7 @@ class Policy:
         return parts + [[] for _ in range(most - len(parts))]
 
     def _step_size(self, samples: Sequence[Sample]) -> float:
-        """The mean number of samples per rank: the ranks' losses are averaged, however many samples each has.
-
-        Only the router loss needs it.
-        """
+        """The mean number of samples per rank, over which the ranks' router losses are averaged."""
         if not self.router_loss_coef or not is_distributed():
             return len(samples)
         size = torch.tensor(float(len(samples)), device=self.device)

@@ -1,12 +1,25 @@
-"""The plan of the next step, which ranks that work together join, and make smaller together."""
+"""The plan of the next step, which ranks that work together join, and make smaller when memory runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
+
+from colocate.memory.recovery import Recovery, Remedy, Result
 from colocate.memory.train_plan import TrainPlan, most_cautious
-from colocate.parallel.verdict import Peers
+from colocate.parallel.verdict import Peers, first_line
 from colocate.types import Sample
+
+UNREPEATABLE_ADVICE = (
+    "With FSDP2 a pass that has failed on one rank cannot be repeated. Lower max_tokens_per_microbatch, "
+    "max_completion_length or max_prompt_length, or set gradient_checkpointing=True."
+)
+OUT_OF_MEMORY_ADVICE = (
+    "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
+    "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
+)
 
 
 class StepPlan:
@@ -60,3 +73,38 @@ class StepPlan:
             f"{smaller.budget(self._longest):,} tokens, {smaller.logprob_chunk_size:,} tokens' logits at "
             f"a time and the softmax {'kept' if smaller.keep_softmax else 'made again'}"
         )
+
+
+class RepeatedWork:
+    """Work of a step that ranks repeat together, with more memory or a smaller plan, when memory runs out.
+
+    Args:
+        plan: made smaller, on all ranks of the work, when no remedy is left.
+        remedies: ways in which a rank frees memory by itself, tried first.
+        can_repeat_passes: False with FSDP2, where a pass that fails on one rank leaves the others in it.
+    """
+
+    def __init__(self, plan: StepPlan, remedies: Sequence[Remedy], *, can_repeat_passes: bool) -> None:
+        self._plan, self._remedies, self._can_repeat_passes = plan, remedies, can_repeat_passes
+
+    def run(self, work: Callable[[], Result], peers: Peers, *, has_passes: bool = True) -> Result:
+        """Run `work` on this rank while `peers` run theirs, until all have succeeded, and return its result.
+
+        Args:
+            peers: an update is everyone's. Log-probs need the ranks that share the weights, if any; the
+                others may ask for them less often.
+            has_passes: whether the work makes forward passes.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to try.
+            RuntimeError: memory has run out in a pass that cannot be repeated.
+            PeerError: the work of another rank has failed with something else.
+        """
+        if self._can_repeat_passes or not has_passes:
+            shrink = partial(self._plan.shrink, peers)
+            recovery = Recovery(self._remedies, OUT_OF_MEMORY_ADVICE, joint_remedies=[shrink], peers=peers)
+            return recovery.run(work)
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"{first_line(error).rstrip('.')}. {UNREPEATABLE_ADVICE}") from error
