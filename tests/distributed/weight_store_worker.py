@@ -249,13 +249,18 @@ def ghost(mesh: Mesh) -> Iterator[tuple[str, float]]:
     last = dist.get_rank() == dist.get_world_size() - 1
     split.backward(samples[:1], "full")
     if last:
-        split.store.walk(has_backward=True)
+        split.store.begin()
+        split.store.finish(has_backward=True)
     else:
         split.backward(samples[1:2], "full")
     want = expected_gradients(whole, samples[: 1 if last else 2])
     yield "gradients", difference(split.gradients(), want, split)
     with torch.no_grad():
-        split.store.walk(has_backward=False) if last else split.logprobs(samples)
+        if last:
+            split.store.begin()
+            split.store.finish(has_backward=False)
+        else:
+            split.logprobs(samples)
 
 
 def interrupted(mesh: Mesh) -> Iterator[tuple[str, float]]:

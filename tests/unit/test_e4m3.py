@@ -20,7 +20,7 @@ def test_a_vector_is_rounded_to_the_nearest_numbers(values):
     stored, exponent = e4m3.quantize(x)
     assert float(e4m3.factors(exponent)) == float(power_for(x.abs().max()))
     assert torch.equal(stored.double(), rounded(x / power_for(x.abs().max())))
-    assert torch.equal(e4m3.round_trip(x), vectors_in_8bit(x))
+    assert torch.equal(e4m3.dequantize(*e4m3.quantize(x), x.dtype), vectors_in_8bit(x))
 
 
 @settings(max_examples=100, derandomize=True)
@@ -34,7 +34,7 @@ def test_what_is_read_back_is_exact_in_bfloat16(values):
 
 def test_relative_errors_are_at_most_a_sixteenth():
     x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0))
-    error = (e4m3.round_trip(x) - x).abs()
+    error = (e4m3.dequantize(*e4m3.quantize(x), x.dtype) - x).abs()
     is_normal = x.abs() >= 2**-14 * x.abs().amax(-1, keepdim=True)
     assert (error <= x.abs() / 16)[is_normal].all()
     assert float((error / x.abs())[is_normal].max()) == pytest.approx(1 / 17, rel=0.01)

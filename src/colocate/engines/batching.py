@@ -60,9 +60,6 @@ def choose_batching(
         vocab_size: the token ids of the prompts to try are below it.
         rounding: between which bounds the mean |difference| is taken for rounding, whatever was measured.
         name: the architecture, for the log.
-
-    Raises:
-        RuntimeError: `model.generate` fails even for one prompt.
     """
     alone = _try(ALONE, generate, score, vocab_size)
     if alone.error is not None:

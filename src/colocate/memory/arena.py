@@ -130,7 +130,6 @@ class Arena:
         Raises:
             ArenaExhausted: the device has not enough free memory, even after `torch.cuda.empty_cache()`; the
                 memory mapped before is still mapped.
-            RuntimeError: the arena is closed, or the driver failed otherwise.
         """
         if self.is_closed:
             raise RuntimeError(f"The arena on {self.device} is closed: make a new one.")
@@ -161,11 +160,6 @@ class Arena:
 
         The tensor may reach beyond the mapped memory, but nothing may touch that part. It keeps the arena
         alive, and nothing may touch it after `close`.
-
-        Raises:
-            RuntimeError: the arena is closed, or nothing is mapped yet: PyTorch asks the driver on which
-                device an address is, and the driver knows only of those that are backed.
-            ValueError: the tensor would end beyond the range.
         """
         if self.is_closed or not self.mapped_bytes:
             raise RuntimeError(f"{self} has no memory: resize() it before making tensors.")
@@ -240,8 +234,7 @@ class _Range:
         self.address: int = driver.reserve(self.num_bytes, handle_bytes)
 
     def grow(self, num_handles: int) -> bool:
-        """Back the first `num_handles` handles; False if memory ran out on the way: those mapped by then stay
-        mapped."""
+        """Back the first `num_handles` handles; False if memory ran out, those mapped by then stay so."""
         try:
             while self.num_mapped < num_handles:
                 self.driver.map(self.address + self.num_mapped * self.handle_bytes, self.handle_bytes)
@@ -269,8 +262,7 @@ class _Range:
 
 
 def _release_quietly(addresses: _Range, pid: int) -> None:
-    """Release an arena that was dropped without `close`. An error (a lost context) has nobody to be told
-    to."""
+    """Release an arena that was dropped without `close`; nobody is there to be told of an error."""
     if os.getpid() != pid:
         return  # a forked child has no CUDA context; the memory is its parent's
     with suppress(RuntimeError):

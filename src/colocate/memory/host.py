@@ -37,8 +37,7 @@ def available_bytes() -> int:
 
 
 def _container_limit_bytes() -> int | None:
-    """Bytes to which control group v2 limits the container; None if there is no limit (a file that says
-    "max")."""
+    """Bytes to which control group v2 limits the container; None: no limit (a file that says "max")."""
     limit = _read("memory.max")
     return int(limit) if limit.isdigit() else None
 

@@ -73,8 +73,6 @@ class HostStore:
             in_use: tensors that are read meanwhile; none of `tensors` may share a storage with them.
 
         Raises:
-            ValueError: a tensor is a part of a larger storage or shares one with `in_use`, or its storage
-                cannot be resized because it is not PyTorch's own (a mapped file). Nothing was moved.
             MemoryError: the host has not enough memory. Nothing was moved.
         """
         if self._away:
@@ -156,8 +154,7 @@ class HostStore:
         self._slabs += [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in slabs]
 
     def _places(self, sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-        """For each size, the parts of slabs that hold it; a tensor that crosses the end of a slab has several
-        parts."""
+        """The parts of slabs that hold each size; a tensor that crosses a slab's end has several."""
         slab, offset = 0, 0
         for size in sizes:
             parts = []

@@ -81,11 +81,7 @@ class Recovery:
             self._help(shortages, is_short=error is not None)
 
     def _help(self, shortages: list[str], *, is_short: bool) -> None:
-        """Do what can be done about the `shortages` of some ranks.
-
-        Args:
-            is_short: whether this rank is one of them.
-        """
+        """Do what can be done about the `shortages` of some ranks; `is_short`: this rank is one of them."""
         done = _first_of(self._remedies) if is_short else None
         if self._peers.any(is_short and done is None):
             jointly = _first_of(self._joint_remedies)

@@ -112,9 +112,6 @@ class Timeline:
 
         The device is synchronised at both ends of a phase, so that its time includes the work it launched.
         Parts ("train/forward") are not synchronised: their time is that of the host.
-
-        Raises:
-            ValueError: a phase is inside another one but not named as a part of it, or a part is outside.
         """
         self._check_nesting(name)
         is_part = bool(self._open)
@@ -181,11 +178,7 @@ class Timeline:
             follower["peak_bytes"] = max(follower["peak_bytes"], left_out["peak_bytes"])
 
     def drain(self) -> dict[str, Any]:
-        """Return the record since the last `drain`, as the module describes it, and begin a new step.
-
-        Raises:
-            RuntimeError: a phase is still open.
-        """
+        """Return the record since the last `drain`, as the module describes it, and begin a new step."""
         if self._open:
             raise RuntimeError(f"Timeline.drain() inside phase {self._open[-1]!r}: close the phase first.")
         now = time.perf_counter()

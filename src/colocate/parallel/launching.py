@@ -15,11 +15,7 @@ NUM_TRIES = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address `host` that nothing listens on now.
-
-    Raises:
-        OSError: `host` is no address of this machine, or all of `NUM_TRIES` ports were taken.
-    """
+    """A TCP port of this machine's address `host` that nothing listens on now."""
     choose = random.SystemRandom().choice  # not the generator that a training may have seeded
     for _ in range(NUM_TRIES):
         port = choose(PORTS)

@@ -158,7 +158,6 @@ def meet(timeout_s: float, *, use_cpu: bool = False, backend: str | None = None)
         use_cpu, backend: the options `use_cpu` and `ddp_backend`.
 
     Raises:
-        RuntimeError: GPUs are to be used and PyTorch has no NCCL.
         TimeoutError: ranks are missing; it names them and the nodes that are there.
     """
     global _meeting

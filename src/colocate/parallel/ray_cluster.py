@@ -116,11 +116,7 @@ _NUM_UNANSWERED = 5
 
 
 def check_address(given: str) -> None:
-    """Find out in seconds what Ray tries for minutes: whether somebody listens at RAY_ADDRESS.
-
-    Raises:
-        RuntimeError: nobody does, or it is the address of something else than a cluster's head.
-    """
+    """Find out in seconds what Ray tries for minutes: whether somebody listens at RAY_ADDRESS."""
     try:
         _knock(given)
     except (OSError, ValueError, OverflowError) as error:

@@ -170,10 +170,7 @@ class Watch:
             self._progress = functools.partial(str, self._sign.at)  # of the work, and not the trainer with it
 
     def _note_failure(self, error: BaseException) -> Loss | None:
-        """Tell the others of an error; the loss of another rank that explains it, if there is one.
-
-        An error inside a collective may be seen before the rank that has caused it is missed.
-        """
+        """Tell the others of an error; another rank's loss that explains it, which may be noticed later."""
         lines = redacted("".join(traceback.format_exception(error))).splitlines()[-NUM_LINES:]
         text, order = redacted(first_line(error)), sys.maxsize
         with suppress(Exception):
@@ -264,11 +261,7 @@ class Watch:
             self._signs[rank] = sign
 
     def _losses(self, *, at_once: bool = False) -> list[Loss]:
-        """The ranks that will not finish the work in hand: first the one whose failure came first.
-
-        Args:
-            at_once: do not wait for this rank to raise the error that others have raised.
-        """
+        """Ranks that will not finish, the first to fail first; `at_once`: no wait for own errors."""
         losses: list[tuple[int, Loss]] = []
         for rank in self._others:
             sign = self._signs.get(rank)

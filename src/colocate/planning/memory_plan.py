@@ -39,7 +39,6 @@ class MemoryPlan:
     rows: tuple[Row, ...]
     train_plan: TrainPlan
     num_parameters: int
-    num_trained_parameters: int
     kv_bytes_per_token: int
     kv_cache_tokens: int
     kv_cache_sequences: int
@@ -183,7 +182,6 @@ def account(
         rows=rows,
         train_plan=train_plan,
         num_parameters=shapes.num_parameters,
-        num_trained_parameters=shapes.num_trained,
         kv_bytes_per_token=decoded.kv_bytes_per_token(workload.kv_dtype),
         kv_cache_tokens=kv_tokens,
         kv_cache_sequences=_num_sequences(engine, kv_tokens),

@@ -200,8 +200,7 @@ def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 
 
 def _gathered_rows(shapes: ModelShapes, b: int) -> list[Row]:
-    """Whole weights in use, and gradients on their way to the ranks that hold the parts
-    (`policy.stack.weight_store`)."""
+    """Whole weights in use, and gradients on their way to the ranks that hold the parts (`weight_store`)."""
     layer, head = sum(shapes.group_sizes), shapes.num_head_weights
     of_layer, of_head = f"{layer:,} weights × {b} B", f"{head:,} weights × {b} B"
     users: tuple[Moment, ...] = ("head", "layer", "embedding")

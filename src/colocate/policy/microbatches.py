@@ -64,11 +64,7 @@ def vanishes(samples: Sequence[Sample], objective: object) -> bool:
 
 
 def loss_batch(samples: Sequence[Sample]) -> LossBatch:
-    """The samples' fields that the objective reads, padded on the right, on their device.
-
-    Raises:
-        ValueError: some samples have a field and some have not.
-    """
+    """The samples' fields that the objective reads, padded on the right, on their device."""
     device = samples[0].completion_ids.device
 
     def scalars(name: str) -> Tensor:

@@ -117,11 +117,7 @@ class FrozenAdapter:
         return dict(self._frozen) if self._is_new else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the reference of the run that goes on.
-
-        Raises:
-            ValueError: that run began with another adapter, or without a reference.
-        """
+        """Take the reference of the run that goes on."""
         if not self._is_new:
             return
         if state.keys() != self._frozen.keys():

@@ -36,9 +36,6 @@ def save_parts(
         group: the ranks that hold the other parts.
         is_writer: whether this rank writes; one rank of the group does.
         file_size: the most that one file holds, as transformers writes sizes.
-
-    Raises:
-        OSError: a file could not be written.
     """
     lm: Any = causal_lm(model)
     if is_fully_sharded(lm):

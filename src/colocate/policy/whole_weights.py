@@ -58,11 +58,7 @@ def _starting_weights(
 
 
 def _checksum(weights: Sequence[Tensor], parts: set[int], mesh: Mesh) -> str:
-    """The checksum of whole weights.
-
-    Args:
-        parts: ids of those of which this rank has a part only.
-    """
+    """The checksum of whole weights; `parts` are ids of those of which this rank has a part only."""
     numbered = list(enumerate(weights, start=1))
     total = bit_sum((number, local_part(weight)) for number, weight in numbered if id(weight) in parts)
     totals: list[int] = [total]

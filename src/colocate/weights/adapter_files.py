@@ -128,10 +128,6 @@ class SavedAdapter:
             base: the model's name, for the message.
             stored: its weights.
             is_any_base: accept other values in weights of the same names and shapes.
-
-        Raises:
-            ValueError: a weight that the adapter changes is not there or has another shape; or all fit, and
-                the model's fingerprint is another.
         """
         changed: dict[str, tuple[int, ...]] = {name: update.shape for name, update in self.updates.items()}
         changed |= {name: replacement.shape for name, replacement in self.replacements.items()}

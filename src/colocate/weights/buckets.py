@@ -53,9 +53,6 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
     Args:
         max_bytes: a bucket's tensors have at most this size together. A larger tensor has a bucket for
             itself.
-
-    Raises:
-        ValueError: `why_not_publishable` has a reason, or `max_bytes` is not positive.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes={max_bytes} must be positive.")

@@ -33,11 +33,7 @@ class LongestContext(NamedTuple):
 
     def check_sample(self, num_tokens: int) -> None:
         """Refuse a sample that is longer than an exact limit. Rollouts end before; a `rollout_func` may bring
-        longer ones.
-
-        Raises:
-            ValueError: with both numbers.
-        """
+        longer ones."""
         if self.is_exact and self.num_tokens is not None and num_tokens > self.num_tokens:
             raise ValueError(
                 f"A sample has {num_tokens} tokens, prompt and completion together, and this model computes "

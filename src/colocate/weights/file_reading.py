@@ -28,7 +28,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         DamagedFile: it is no JSON, or holds something else.
-        OSError: it cannot be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -70,9 +70,6 @@ def shard_fully(model: nn.Module, part: WeightPart, mesh: DeviceMesh, device: to
     Args:
         part: which of the parts this rank keeps.
         mesh: of the ranks that share one copy of the weights, in the order of the parts.
-
-    Raises:
-        ValueError: the model cannot be split; the message says why and what to set.
     """
     lm = causal_lm(model)
     if (reason := why_not_fully_sharded(model)) is not None:

@@ -45,11 +45,6 @@ def merge_adapter(
 
     Yields:
         A line about each file that is written.
-
-    Raises:
-        ValueError: the base has no safetensors files or lacks one, is quantised, or is not the adapter's; a
-            merged weight is not finite; the adapter changes one that the model has in two places.
-        OSError: a file could not be written.
     """
     check_files(base, revision)
     files = _all_files(base, revision, "which is what an adapter is merged into.")
@@ -68,11 +63,7 @@ def merge_adapter(
 
 
 def copy_model(name: str, directory: Path, *, revision: str | None = None) -> None:
-    """Copy a model's weights and what describes them, and nothing else that lies beside them.
-
-    Raises:
-        ValueError: it has no safetensors files, or lacks one.
-    """
+    """Copy a model's weights and what describes them, and nothing else that lies beside them."""
     remedy = "which from_pretrained and save_pretrained of transformers write: load the model, and save it."
     check_files(name, revision)
     files = _all_files(name, revision, remedy)

@@ -29,7 +29,6 @@ def check_files(name: str, revision: str | None = None) -> None:
 
     Raises:
         DamagedFile: one cannot be read.
-        ValueError: a file of weights that the index names is not there.
     """
     for file in _OBJECTS:
         if (path := found_file(name, file, revision, is_local_only=True)) is not None:
@@ -78,8 +77,6 @@ def naming_damage(name: str, revision: str | None = None) -> Iterator[None]:
 
     Raises:
         DamagedFile: a file is damaged.
-        ValueError: none is, and the error within names neither the model nor what to do: its own words, with
-            the model's name.
     """
     try:
         yield

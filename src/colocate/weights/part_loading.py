@@ -45,9 +45,6 @@ def load_part(
         The model; None where its weights must be loaded whole: they are in no safetensors files, under names
         or in shapes that transformers would have to convert, in another type than `is_stored_so` demands, or
         the model has no layout.
-
-    Raises:
-        ValueError: as `split_weights`.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

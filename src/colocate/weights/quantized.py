@@ -52,9 +52,6 @@ def dequantize(linear: Any, out: Tensor | None = None) -> Tensor:
 
     Returns:
         [out, in].
-
-    Raises:
-        RuntimeError: the weight is not quantised yet, or bitsandbytes has re-packed it for its CPU inference.
     """
     from bitsandbytes import functional
 

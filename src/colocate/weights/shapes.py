@@ -63,7 +63,6 @@ class ModelShapes:
     hidden_size: int
     mlp_size: int
     vocab_size: int
-    has_qk_norm: bool
     has_tied_head: bool
     num_parameters: int
     """Parameters of the base model; a tied head counts once, and a 4-bit weight counts as one parameter."""
@@ -118,7 +117,6 @@ class ModelShapes:
             hidden_size=hidden_size,
             mlp_size=base_linear(first.down).in_features,
             vocab_size=layout.vocab_size,
-            has_qk_norm=first.q_norm is not None,
             has_tied_head=layout.lm_head.weight is layout.embed_tokens.weight,
             num_parameters=others + sum(p.in_features * p.out_features for p in projections),
             trained_sizes=tuple(sizes[name] for name, p in parameters.items() if p.requires_grad),
@@ -131,11 +129,7 @@ class ModelShapes:
         return shapes if lora is None else shapes.with_lora(lora)
 
     def with_lora(self, lora: Lora) -> ModelShapes:
-        """The sizes with new adapters, which are then the only trained tensors.
-
-        Raises:
-            ValueError: LoRA's targets name no matrix of the layers.
-        """
+        """The sizes with new adapters, which are then the only trained tensors."""
         adapted = {
             name: sizes
             for name, sizes in self.matrices.items()

@@ -50,12 +50,7 @@ def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
 
 
 def fused_view(parts: Sequence[Tensor]) -> Tensor:
-    """The tensor [sum of rows, ...] whose consecutive row slices are `parts`; a single part is the tensor.
-
-    Raises:
-        RuntimeError: `parts` are no such slices (`fuse_parameters` was not called, or something re-assigned a
-            parameter).
-    """
+    """The tensor [sum of rows, ...] whose consecutive row slices are `parts`; a single part is the tensor."""
     if len(parts) == 1:
         return parts[0].detach()
     if not _is_fused(parts):

@@ -40,10 +40,6 @@ def with_stored_names(
 
     Args:
         stored: the tensors of the files.
-
-    Raises:
-        OSError: `base` has no configuration.
-        ValueError: only the model's own code knows which parameters were adapted.
     """
     named = {*adapter.updates, *adapter.replacements}
     if not adapter.has_parameters and all(name in stored for name in named):
@@ -85,8 +81,7 @@ def _candidates(config: PretrainedConfig) -> Iterator[Any]:
 def _updates_of_parameters(
     adapter: SavedAdapter, own: Mapping[str, Update], model: Any
 ) -> dict[str, Update] | None:
-    """The updates by the parameters that PEFT lets them change (`target_parameters`), which it does not write
-    down: two of one module are told apart by how PEFT nests them. None: they do not fit this model."""
+    """Updates by `target_parameters`, which PEFT's nesting tells apart; None: they do not fit the model."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 

@@ -35,11 +35,7 @@ class StoredTensor:
 
 
 def check_no_gguf(name: Any) -> None:
-    """Refuse the path of a GGUF file in the place of a model's name.
-
-    Raises:
-        ValueError: it is one; says how transformers is asked for such a file.
-    """
+    """Refuse the path of a GGUF file in the place of a model's name."""
     if not isinstance(name, str) or not name.lower().endswith(".gguf"):
         return
     directory, _, file = name.rpartition("/")

@@ -146,11 +146,7 @@ def whole_tensor(parameter: Tensor) -> Tensor:
 
 def storage_of(parameter: Tensor) -> Tensor:
     """A parameter as it lies in memory, contiguous, without autograd: itself, its rows on this rank where
-    FSDP2 has split it, or [in/t, out] where a part of o or down is stored transposed.
-
-    Raises:
-        ValueError: neither the parameter nor its transpose is contiguous.
-    """
+    FSDP2 has split it, or [in/t, out] where a part of o or down is stored transposed."""
     tensor = local_part(parameter)
     if tensor.is_contiguous():
         return tensor
@@ -196,9 +192,6 @@ def split_weights(model: nn.Module, part: WeightPart) -> None:
     (`in_features`, `num_embeddings`, ...) stay those of the whole model, by which PEFT makes whole adapters.
     Parts of q, k and v are row slices of one storage, as after `fuse_parameters`; gate's and up's too. One
     matrix at a time exists as a whole and as a part.
-
-    Raises:
-        ValueError: the weights cannot be split, or are split already; the message says why and what to set.
     """
     layout = layout_for(model)
     if layout.part != WHOLE:
@@ -286,9 +279,6 @@ def random_parts(
 
     Matrices are drawn from a normal distribution with the configuration's `initializer_range`, norms are ones
     and biases zeros. Ranks that hold the same part have the same weights.
-
-    Raises:
-        ValueError: as `split_weights`.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -178,10 +178,7 @@ def _values(pieces: Tensor, page_size: int, head_dim: int, dtype: torch.dtype) -
 
 
 def _pieces(cache: Tensor, piece_size: int) -> Tensor:
-    """The memory from the first to the last element of `cache` as rows [:, piece_size], in bytes if e4m3.
-
-    Page p begins at row p * stride(0) / piece_size. Pages of other layers may lie between two of its pages.
-    """
+    """Memory of `cache` as rows [:, piece_size], bytes if e4m3; page p begins at p * stride(0) / size."""
     num_pages, num_kv_heads, page_size, head_dim = cache.shape
     page_numel = num_kv_heads * e4m3.head_block_size(page_size, head_dim, cache.dtype)
     numel = (num_pages - 1) * cache.stride(0) + page_numel

@@ -18,11 +18,7 @@ def default_sizes(device_type: str) -> tuple[int, int]:
 
 
 def backend_for(device: torch.device) -> TorchBackend:
-    """The backend for a device: Triton kernels on CUDA, PyTorch operations elsewhere.
-
-    Raises:
-        RuntimeError: the GPU is older than compute capability 8.0.
-    """
+    """The backend for a device: Triton kernels on CUDA, PyTorch operations elsewhere."""
     if device.type != "cuda":
         return TorchBackend()
     capability = torch.cuda.get_device_capability(device)

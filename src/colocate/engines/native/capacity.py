@@ -42,11 +42,7 @@ def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int)
 
 
 def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str]:
-    """Tokens of the longest sequence that is decoded, and what says so.
-
-    Raises:
-        ValueError: `max_model_len` is more than the model allows.
-    """
+    """Tokens of the longest sequence that is decoded, and what says so."""
     if max_model_len is None:
         return layout.max_position, layout.max_position_reason
     if max_model_len > layout.max_position:

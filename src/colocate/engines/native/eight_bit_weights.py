@@ -41,9 +41,6 @@ def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int
     Args:
         layout: of the model, or of this rank's part of it; it may be on the meta device.
         gpu: which GPU has this compute capability, for the message.
-
-    Raises:
-        ValueError: the GPU has no e4m3 numbers, or products in 8 bits do not take the model's matrices.
     """
     if rollout_precision == "bf16":
         return
@@ -167,8 +164,7 @@ def _norm_factor(norm: Tensor, hidden_size: int) -> Tensor:
 
 
 def _groups(layout: Layout) -> Iterator[tuple[Sequence[nn.Module], Tensor | None]]:
-    """The layers whose weights are in 8 bits, those together that read the same input, and the weight of the
-    norm whose output they read."""
+    """Layers in 8 bits that read the same input, and the weight of the norm whose output they read."""
     for layer in layout.layers:
         yield layer.qkv, layer.input_norm.weight  # type: ignore[misc]  # a norm has a weight
         yield layer.gate_up, layer.post_attention_norm.weight  # type: ignore[misc]

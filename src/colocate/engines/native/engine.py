@@ -257,11 +257,7 @@ class NativeEngine(BaseEngine):
 
     def take_back(self, aside: Submissions) -> None:
         """Have the sequences again that were set aside. With newer weights they go on from keys and values of
-        older ones; a token's log-prob is the one with which it was drawn in any case.
-
-        Raises:
-            RuntimeError: the engine has other sequences.
-        """
+        older ones; a token's log-prob is the one with which it was drawn in any case."""
         if self._submissions.sequences:
             raise RuntimeError(
                 f"The engine has {len(self._submissions.sequences)} sequences: finish or abort these before "
@@ -347,8 +343,7 @@ class NativeEngine(BaseEngine):
         return rollout
 
     def _suspend(self) -> None:
-        """End the rollout, so that the next `poll` opens one in which its sequences are recomputed, but for
-        what is still found in the cache."""
+        """End the rollout: the next `poll` recomputes its sequences, but for what the cache still has."""
         if self._rollout is not None:
             self._rollout.close()
             self._submissions.end_turns(self.policy_version)
@@ -391,11 +386,7 @@ class NativeEngine(BaseEngine):
         super().sleep()
 
     def wake_up(self) -> None:
-        """Take the KV cache's memory if `kv_cache_tokens` was given; otherwise `generate` will.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Take the KV cache's memory if `kv_cache_tokens` was given; otherwise `generate` will."""
         self._check_open()
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size

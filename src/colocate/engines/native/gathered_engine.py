@@ -121,8 +121,7 @@ class GatheredWeights:
         return model.eval()
 
     def _offsets(self) -> tuple[dict[str, int], int]:
-        """Where each parameter begins, in bytes, and where the last one ends. Weights that are read together
-        lie one below the other, as `shared_views.fused_view` demands."""
+        """Each parameter's first byte, and the end; weights read together are adjacent (`fused_view`)."""
         parameters = dict(self.model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         offset, offsets = 0, {}
@@ -176,9 +175,6 @@ class GatheredEngine(NativeEngine):
         model: a model without adapters that holds this rank's part of its weights.
         mesh: which ranks decode together.
         options: those of `NativeEngine`.
-
-    Raises:
-        ValueError: the model has adapters; or as `NativeEngine`.
     """
 
     def __init__(self, model: nn.Module, mesh: DecodeMesh, **options: Any) -> None:

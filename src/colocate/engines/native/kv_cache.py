@@ -33,9 +33,6 @@ class KVCache:
 
     Args:
         scratch_bytes: memory for the engine's own buffers, taken and freed with the cache.
-
-    Raises:
-        ValueError: `scratch_bytes` is not a multiple of 512.
     """
 
     def __init__(

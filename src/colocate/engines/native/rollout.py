@@ -162,11 +162,7 @@ class Rollout:
         self._collect()
 
     def _reserve(self) -> int:
-        """Allocate the pages that the coming window of steps needs, preempting sequences if too few are free.
-
-        Returns:
-            The steps of the window; 0 if every running sequence has reached its limit.
-        """
+        """Allocate the coming window's pages, preempting if too few; its steps, 0 if all are at a limit."""
         scheduler = self.scheduler
         num_steps = min(self.backend.steps_per_look, scheduler.num_steps_left)
         if scheduler.lacks_pages(num_steps):
@@ -193,11 +189,7 @@ class Rollout:
         self._collect()
 
     def _collect(self, max_in_flight: int | None = None) -> None:
-        """Read the windows' tokens except the newest ones', and remove the sequences that have finished.
-
-        Args:
-            max_in_flight: windows not to read yet; None: the backend's `windows_in_flight`.
-        """
+        """Read the tokens of all windows but the newest `max_in_flight`, and remove finished sequences."""
         if max_in_flight is None:
             max_in_flight = self.backend.windows_in_flight
         while len(self._windows) > max_in_flight:

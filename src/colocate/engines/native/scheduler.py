@@ -352,8 +352,7 @@ class Scheduler:
         return True
 
     def _start_extended(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
-        """Start a sequence on the pages that it has kept, by a prefill of the tokens that are new; see
-        `_try_start`."""
+        """Start a sequence on pages that it has kept, by a prefill of its new tokens; see `_try_start`."""
         if force:
             self._drop_retained()
         num_pages = pages_for(sequence.num_context, self.page_size) - len(sequence.pages)
@@ -372,8 +371,7 @@ class Scheduler:
         return self.prefixes.find(self._names(group, ()), len(group.prompt.token_ids))
 
     def _names(self, group: Group, token_ids: SequenceABC[int]) -> list[bytes]:
-        """The names of the pages that the prompt fills, or `token_ids`, which begin with it; none if they are
-        not to be found."""
+        """The names of the pages that the prompt, or `token_ids` after it, fills; none if not to be found."""
         if not group.is_findable:
             return []
         if group.names is None:
@@ -381,11 +379,7 @@ class Scheduler:
         return self.prefixes.names(token_ids, group.names) if token_ids else group.names
 
     def _retain(self, group: Group, found: list[int], admission: Admission) -> None:
-        """Bring a prompt's pages into the cache, and let the group itself hold them.
-
-        Args:
-            found: `_find_prompt`, if the group has no pages.
-        """
+        """Bring a prompt's pages (`found`, by `_find_prompt`) into the cache, and let the group hold them."""
         prompt = group.prompt.token_ids
         num_full, has_tail = divmod(len(prompt), self.page_size)
         is_cached = group.num_holders > 0
@@ -431,8 +425,7 @@ class Scheduler:
         self._let_go(group)
 
     def _take_idle_pages(self, starting: Sequence | None = None) -> None:
-        """Take its pages from the sequence that has kept them for the shortest time, but not from
-        `starting`. It will be recomputed by a prefill of all its tokens."""
+        """Take the pages of the sequence that kept them shortest, not `starting`; it will be recomputed."""
         youngest = next(sequence for sequence in reversed(self._idle) if sequence is not starting)
         del self._idle[youngest]
         self._release(youngest)

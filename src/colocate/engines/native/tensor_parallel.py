@@ -74,19 +74,11 @@ class OneRank:
         return value
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, in which this rank meets the others.
-
-        Raises:
-            RuntimeError: memory ran out on this rank where the others do not learn of it.
-        """
+        """The result of `work`, in which this rank meets the others."""
         return work()
 
     def share(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[list[Prompt], slice]:
-        """The prompts of all ranks, in the order of ranks, and where this rank's completions are.
-
-        Raises:
-            ValueError: the ranks ask for different sampling; every rank raises.
-        """
+        """The prompts of all ranks, in the order of ranks, and where this rank's completions are."""
         return list(prompts), slice(None)
 
 

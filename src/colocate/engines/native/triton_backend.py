@@ -152,8 +152,7 @@ class TritonBackend(TorchBackend):
         return output if out is None else out.copy_(output)
 
     def _scaled_product(self, rows: ScaledRows, weight: EightBitWeight, bias: Tensor | None) -> Tensor:
-        """The product without the rows' factors; by cuBLAS, whose products that take such factors need up to
-        1.5 times as long."""
+        """The product without the rows' factors; cuBLAS takes up to 1.5 times as long with them."""
         # Before its factor a row's sum may be larger than what float16 can hold.
         is_wide = weight.by_row and weight.dtype == torch.float16
         output = torch._scaled_mm(

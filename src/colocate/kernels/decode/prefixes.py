@@ -77,8 +77,7 @@ class SharedPrefixes:
         ) = self._views(self._data)
 
     def _views(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The parts of `data`: number of items [1]; prefix tokens, first slot and number of partial results
-        of each row, each [max_num_seqs]; the items [items, fields]."""
+        """Parts of `data`: number of items [1]; three of each row [max_num_seqs]; items [items, fields]."""
         rows = data[4 : 4 + 3 * _padded(self._max_num_seqs)].view(3, -1)[:, : self._max_num_seqs]
         items = data[-self._items_shape[0] * self._items_shape[1] :].view(self._items_shape)
         return data[:1], rows[0], rows[1], rows[2], items
@@ -125,8 +124,7 @@ class SharedPrefixes:
         return bool(self._tiles(rows_by_group))
 
     def _tiles(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> list[tuple[np.ndarray, int]]:
-        """The rows and the number of shared pages of each tile. Tiles of one group are neighbours, so that
-        the second to read a page finds it in the L2 cache."""
+        """Each tile's rows and number of shared pages; a group's tiles are neighbours, for the L2 cache."""
         tiles: list[tuple[np.ndarray, int]] = []
         if self.rows_per_tile < 2:
             return tiles
@@ -140,10 +138,7 @@ class SharedPrefixes:
         return tiles
 
     def _num_pieces(self, num_pages: np.ndarray) -> np.ndarray:
-        """The number of pieces to cut each tile's pages into, for about `_target_items` items in all.
-
-        Numbers are rounded down: one item more than there are programs would cost a whole second round.
-        """
+        """Pieces of each tile's pages, rounded down: one item more than programs costs a second round."""
         pages_per_piece = max(num_pages.sum() / self._target_items, MIN_PIECE_TOKENS / self.page_size, 1)
         return np.clip(num_pages / pages_per_piece, 1, MAX_PARTIALS).astype(np.int64)
 

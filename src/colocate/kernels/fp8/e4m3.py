@@ -53,11 +53,6 @@ def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype) * factors(exponents[..., None]).to(dtype)
 
 
-def round_trip(x: Tensor) -> Tensor:
-    """`x` as it is read back after it was stored, in its own type."""
-    return dequantize(*quantize(x), x.dtype)
-
-
 def factors(exponents: Tensor, sign: int = 1) -> Tensor:
     """2^(sign · (exponents - 127)) in float32."""
     return torch.exp2(sign * (exponents.float() - BIAS))

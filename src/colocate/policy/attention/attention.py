@@ -32,9 +32,6 @@ def attention(
 
     Returns:
         [T, H, D] and the log-sum-exp of the scores, [H, T] in float32 (float64 for float64).
-
-    Raises:
-        ValueError: a window shorter than a sequence whose prompt is shared.
     """
     out, lse = _forward(q, k, v, pack.own, scale, window)
     if pack.to_prompts is not None:

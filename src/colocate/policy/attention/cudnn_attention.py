@@ -175,8 +175,7 @@ class _Case:
 
 
 def _bound(num_tokens: int) -> int:
-    """The number of tokens, rounded up, that a graph is made for. It is rounded in fine steps because
-    workspaces have this size."""
+    """Round the tokens that a graph is made for up, in fine steps because workspaces have this size."""
     return _rounded_up(num_tokens, 16, _TILE_TOKENS)
 
 
@@ -254,8 +253,7 @@ class _Nodes:
         return _Graph(self.graph, self.graph.get_workspace_size())
 
     def _layout(self, uid: _Uid) -> tuple[list[int], list[int], Any, Any]:
-        """A tensor's sizes and strides as [runs, heads, tokens, values], packed token by token, where its
-        runs begin, and its type."""
+        """Sizes and strides as [runs, heads, tokens, values], packed by token; where runs begin; the type."""
         case = self._case
         tokens, heads, width, starts = case.max_queries, case.num_heads, case.head_size, _Uid.QUERY_STARTS
         dtype = self._dtype

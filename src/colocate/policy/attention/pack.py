@@ -154,8 +154,7 @@ def _beginning(sample: Sample) -> Tensor:
 
 
 def _rest(sample: Sample, first: int) -> Tensor:
-    """The tokens that are read from number `first` on. Nothing is predicted from a sample's last token, so it
-    is not read."""
+    """The tokens read from number `first` on: all but the last, from which nothing is predicted."""
     completion_ids = sample.completion_ids[max(0, first - len(sample.prompt_ids)) : -1]
     if first >= len(sample.prompt_ids):
         return completion_ids  # without a copy, as the prompt of most samples is shared

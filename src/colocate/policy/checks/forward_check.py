@@ -19,12 +19,7 @@ from colocate.weights.layouts import causal_lm
 
 
 def check_forward_pass(model: nn.Module) -> None:
-    """Refuse a model whose log-probabilities cannot be computed here.
-
-    Raises:
-        ValueError: the LM head does something unknown (`check_output_head`); the model is not causal
-            (`check_causal`), or computes something else than its layout says (`check_stack`).
-    """
+    """Refuse a model whose log-probabilities cannot be computed here."""
     if runs_packed(model):
         compile_ahead(model)  # or the check would wait for one kernel after the other
         # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.

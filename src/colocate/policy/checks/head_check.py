@@ -19,10 +19,6 @@ def check_output_head(model: torch.nn.Module) -> None:
 
     The hidden states are enlarged on their way into the head so that a soft cap shows, which the small logits
     of an untrained or short input would hide.
-
-    Raises:
-        ValueError: they disagree: the architecture does something to its logits that `OutputHead` does not
-            know.
     """
     lm = causal_lm(model)
     head = output_head(model)

@@ -53,9 +53,6 @@ def check_stack(model: nn.Module) -> None:
 
     transformers' modules cannot compute with a part of the weights. Of a model that holds one, a small model
     of the same configuration is compared instead (`small_model_of`), without the adapters.
-
-    Raises:
-        ValueError: they differ by more; the message names the place, the difference and what to do.
     """
     layout = layout_for(model)
     if layout.part.count > 1:
@@ -112,8 +109,7 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
     tolerance, gradient_tolerance = (max(num_units * unit, 1e-3) for num_units in (6, 32))
 
     def by_token(ours: Tensor, own: Tensor, passed: Tensor | float, tolerance: float) -> tuple[float, float]:
-        """Compare [T, C] token by token. A difference may be `tolerance` of what was added to `passed`, and
-        one rounding unit of the sum."""
+        """Compare [T, C] by token: `tolerance` of what was added to `passed`, and one unit of the sum."""
         ours, own = ours.detach().double(), own.detach().double()
         difference = (ours - own).norm(dim=1)
         allowed = tolerance * (own - passed).norm(dim=1) + unit * own.norm(dim=1)
@@ -219,8 +215,7 @@ def _advice(model: nn.Module) -> str:
 
 @contextmanager
 def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore every module's training mode and checkpointing afterwards; within, checkpointing is off,
-    because its re-entrant way keeps no graph."""
+    """Restore training mode and checkpointing, which is off within: the re-entrant kind keeps no graph."""
     names = ("training", "gradient_checkpointing")
     kept = [(m, name, vars(m)[name]) for m in model.modules() for name in names if name in vars(m)]
     for module, name, value in kept:

@@ -134,8 +134,7 @@ def _num_columns(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
 
 
 def _sums_in_float32(num_columns: int, vocab_size: int, dtype: torch.dtype) -> bool:
-    """Whether the hidden states' gradient must be summed in float32: it is a sum over chunks, which a type of
-    less than four bytes would round at every chunk."""
+    """Whether a sum over chunks, the hidden states' gradient, would be rounded by its type at every chunk."""
     return num_columns < vocab_size and dtype.itemsize < 4
 
 

@@ -30,11 +30,7 @@ class OutputHead:
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """The model's head as it is now; with PEFT, the adapter decides which of its weights are active.
-
-    Raises:
-        ValueError: the head carries an adapter of its own, or there is none.
-    """
+    """The model's head as it is now; with PEFT, the adapter decides which of its weights are active."""
     lm = causal_lm(model)
     module = lm.get_output_embeddings()
     if hasattr(module, "modules_to_save"):  # PEFT trains a copy of the whole head

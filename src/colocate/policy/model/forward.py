@@ -67,12 +67,7 @@ def _predicting(states: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @torch.no_grad()
 def check_causal(model: torch.nn.Module) -> None:
-    """Refuse a model that is not causal: change what follows four tokens, and compare their hidden states.
-
-    Raises:
-        ValueError: they change, so a token's log-probability would depend on the tokens that come after it:
-            in a forward pass of the whole sequence the model would see what it is asked to predict.
-    """
+    """Refuse a model that is not causal: change what follows four tokens, and compare their hidden states."""
     lm = causal_lm(model)
     num_rows = len(lm.get_input_embeddings().weight)
     ids = torch.arange(1, 9, device=lm.device)[None].repeat(2, 1)
@@ -106,9 +101,6 @@ def router_loss_coef(model: nn.Module, asked: float | None) -> float:
 
     Returns:
         0.0 for a model that has no such loss.
-
-    Raises:
-        ValueError: it is asked for, and the model has none; or the model has one, and FSDP2 splits it.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()

@@ -73,11 +73,6 @@ def prepare_model(
         weight_mesh: of the ranks with the parts, by which a model without a layout is split
             (`fully_sharded`).
         is_trained: refuse what can be generated with and not trained: float16.
-
-    Raises:
-        ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split, or
-            holds another part; float16 (`precision`); or as `load_model`, `check_adapter_is_wrapped` and
-            `add_adapter`.
     """
     loaded = _loaded(model, options, quantization_config, part, is_trained=is_trained)
     if is_trained:
@@ -212,12 +207,7 @@ def _load_whole(name: str, kwargs: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
-    """The model that `load_model` would load by this name, on the meta device, which allocates no memory.
-
-    Raises:
-        OSError: no configuration is found under this name.
-        ValueError: the configuration is of no causal language model.
-    """
+    """The model that `load_model` would load by this name, on the meta device, which allocates no memory."""
     kwargs = dict(model_init_kwargs)
     with naming_damage(name, kwargs.get("revision")):
         config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **kwargs)
@@ -237,11 +227,7 @@ _CONFIG_OPTIONS = (
 def _class_for(
     name: str, kwargs: Mapping[str, Any]
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that loads the whole checkpoint.
-
-    For a vision-language model `AutoModelForCausalLM` may load the text part only (Qwen3.5, Llama 4); then
-    another, smaller model would be saved after training.
-    """
+    """The class that loads a whole checkpoint; AutoModelForCausalLM may load a VLM's text part only."""
     config = kwargs.get("config")
     if config is None:
         try:
@@ -294,9 +280,6 @@ def check_adapter_is_wrapped(model: nn.Module) -> None:
     """Check that who has an adapter's layers inside is the `PeftModel` around them, which saves the adapter.
 
     PEFT puts them into the very model that it is given.
-
-    Raises:
-        ValueError: it is the model inside, or one into which transformers has loaded an adapter.
     """
     if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
         raise ValueError(
@@ -309,15 +292,7 @@ def check_adapter_is_wrapped(model: nn.Module) -> None:
 
 
 def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
-    """Wrap the model in a new adapter and freeze the rest. Call it after `cast_to_bf16`.
-
-    Raises:
-        ImportError: PEFT is not installed.
-        TypeError: `peft_config` is no PEFT configuration.
-        ValueError: the model has an adapter already; the method needs PEFT's own forward
-            (`why_not_reproduced`), or a call in every step (`why_not_trained`); PEFT refuses the
-            configuration for this model.
-    """
+    """Wrap the model in a new adapter and freeze the rest. Call it after `cast_to_bf16`."""
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
@@ -370,12 +345,7 @@ def enable_gradient_checkpointing(
 def load_tokenizer(
     model: nn.Module, processing_class: Any, *, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or the one saved with the model; checked against the model.
-
-    Raises:
-        TypeError: a processor of a multi-modal model.
-        ValueError: no EOS token, or a vocabulary that the model does not cover.
-    """
+    """The tokenizer given, or the one saved with the model; checked against the model."""
     if processing_class is None:
         name = causal_lm(model).config.name_or_path
         if not name:
@@ -412,11 +382,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> int:
-    """The pad token (EOS where the tokenizer has none), made the same for tokenizer and model.
-
-    Raises:
-        ValueError: the tokenizer has no EOS token.
-    """
+    """The pad token (EOS where the tokenizer has none), made the same for tokenizer and model."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no EOS token, so no completion could end before max_completion_length. Set "

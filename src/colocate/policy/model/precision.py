@@ -22,11 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def asked_dtype(model_init_kwargs: Mapping[str, Any], *, bf16: bool) -> Any:
     """What `from_pretrained` gets as `dtype`: what was asked for; else with `bf16` the checkpoint's own type,
-    as `cast_to_bf16` follows, and without it float32, as in TRL.
-
-    Raises:
-        ValueError: an unknown type.
-    """
+    as `cast_to_bf16` follows, and without it float32, as in TRL."""
     dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
     if not (dtype in (*DTYPES, "auto", None) or isinstance(dtype, torch.dtype)):
         raise ValueError(
@@ -37,11 +33,7 @@ def asked_dtype(model_init_kwargs: Mapping[str, Any], *, bf16: bool) -> Any:
 
 
 def refuse_float16(name: str, asked: str = "") -> None:
-    """Refuse to train `name` in float16.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse to train `name` in float16."""
     raise ValueError(
         f"{name} would be trained in float16{asked}: its gradients need loss scaling, which rare large ones "
         "upset. Set bf16=True, which casts the weights to bfloat16 and keeps float32 masters, or "
@@ -50,11 +42,7 @@ def refuse_float16(name: str, asked: str = "") -> None:
 
 
 def check_types(model: nn.Module) -> None:
-    """Refuse a model of which weights are float16, or in a format of torchao's.
-
-    Raises:
-        ValueError: names the first one.
-    """
+    """Refuse a model of which weights are float16, or in a format of torchao's."""
     for name, parameter in model.named_parameters():
         if type(parameter.data).__module__.startswith("torchao."):
             raise ValueError(

@@ -13,12 +13,7 @@ from colocate.weights.quantized import is_4bit, is_repacked, keep_packing
 
 
 def check_trained_weights(model: nn.Module) -> None:
-    """Refuse a model whose weights would stay as they are, or of which only some would move.
-
-    Raises:
-        ValueError: quantised weights without an adapter, or re-packed for inference; an adapter that is
-            merged, works in PEFT's wrapper (`check_wrapper`) or must be told of every step.
-    """
+    """Refuse a model whose weights would stay as they are, or of which only some would move."""
     if not hasattr(model, "peft_config"):
         _check_quantization(model)
     elif (reason := unreproducible_adapter(model)) is not None:

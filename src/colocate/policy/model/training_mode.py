@@ -55,11 +55,7 @@ def _described(kind: str, modules: list[nn.Module]) -> str:
 
 @torch.no_grad()
 def check_wrapper(model: nn.Module) -> None:
-    """Refuse an adapter that PEFT's wrapper computes in another way than the model inside.
-
-    Raises:
-        ValueError: the hidden states of a few tokens differ.
-    """
+    """Refuse an adapter that PEFT's wrapper computes in another way than the model inside."""
     if not hasattr(model, "peft_config") or weight_part_of(model) != WHOLE:
         return
     with _kept(model):

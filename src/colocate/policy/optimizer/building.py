@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_scheduler(optimizer: Optimizer, args: TrainingArguments, num_training_steps: int) -> LRScheduler:
-    """The schedule that `lr_scheduler_type` names.
-
-    Raises:
-        ValueError: it refuses `lr_scheduler_kwargs`.
-    """
+    """The schedule that `lr_scheduler_type` names."""
     try:
         return get_scheduler(
             args.lr_scheduler_type,
@@ -45,12 +41,7 @@ def build_scheduler(optimizer: Optimizer, args: TrainingArguments, num_training_
 def build_optimizer(
     model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
 ) -> Optimizer:
-    """The optimizer that `optim` names, over `leaves` by parameter name, with transformers' groups.
-
-    Raises:
-        ImportError: the library that `optim` needs is not installed.
-        ValueError: it steps on the model's own modules.
-    """
+    """The optimizer that `optim` names, over `leaves` by parameter name, with transformers' groups."""
     name = OptimizerNames(args.optim).value
     optimizer_class, kwargs = _class_and_kwargs(name, model, args)
     is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
@@ -81,11 +72,7 @@ def build_optimizer(
 
 
 def _class_and_kwargs(name: str, model: nn.Module, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """The optimizer class that transformers chooses for `optim`, and its keyword arguments.
-
-    Raises:
-        ImportError: the library is not installed.
-    """
+    """The optimizer class that transformers chooses for `optim`, and its keyword arguments."""
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     except (ImportError, ValueError) as error:
@@ -118,11 +105,7 @@ def _over_leaves(
 
 
 def checked_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The user's own optimizer, over the model's own parameters.
-
-    Raises:
-        ValueError: it holds none of them.
-    """
+    """The user's own optimizer, over the model's own parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in trainable.values()):
         raise ValueError(

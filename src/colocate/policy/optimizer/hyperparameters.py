@@ -29,11 +29,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def changed_since(
     saved: list[dict[str, Any]], now: list[dict[str, Any]], scheduler: LRScheduler
 ) -> list[dict[str, Any]]:
-    """For each parameter group, the hyperparameters of `now` that differ from the saved ones.
-
-    Raises:
-        ValueError: the learning rate differs, and the schedule derives each from the one before.
-    """
+    """For each parameter group, the hyperparameters of `now` that differ from the saved ones."""
     changed = [
         {name: value for name, value in new.items() if name in was and was[name] != value}
         for was, new in zip(saved, now, strict=True)

@@ -77,9 +77,6 @@ def check_optimizer(name: str, optim_args: str | None, target_modules: object) -
     Args:
         optim_args: arguments of the optimizer, like "momentum=0.9,nesterov=true".
         target_modules: `optim_target_modules`.
-
-    Raises:
-        ValueError: the optimizer cannot step here, does not read the arguments, or lacks one.
     """
     if name in REFUSED_OPTIMIZERS:
         raise ValueError(f"optim={name!r} is not supported: {REFUSED_OPTIMIZERS[name]}.")

@@ -158,11 +158,7 @@ class PolicyOptimizer:
         return reduced + sum(gradient.nbytes for gradient in self._gradients.values())
 
     def check_trained(self, model: nn.Module) -> None:
-        """Check that the model's trainable parameters are those that are optimized.
-
-        Raises:
-            ValueError: some were frozen, unfrozen or replaced since; names one.
-        """
+        """Check that the model's trainable parameters are those that are optimized."""
         trained, before = (
             {name: p for name, p in model.named_parameters() if p.requires_grad},
             self._parameters,
@@ -306,7 +302,6 @@ class PolicyOptimizer:
 
         Raises:
             MemoryError: the host has not enough memory; nothing was moved.
-            ValueError: the optimizer's state shares memory with a parameter; nothing was moved.
         """
         self._host.offload(
             [
@@ -348,8 +343,6 @@ class PolicyOptimizer:
         Raises:
             torch.OutOfMemoryError: raised before anything has changed; the same step can be done again. After
                 `prepare_step` it is not raised.
-            RuntimeError: memory ran out inside the optimizer, where part of the weights may have moved. Most
-                of `optim` do not allocate there; some (`names.shortcomings`) and a user's own may.
         """
         self.prepare_step()
         try:
@@ -411,10 +404,6 @@ class PolicyOptimizer:
         Hyperparameters (learning rate, betas, weight decay, ...) that this optimizer was made with are kept
         where they differ from those that the saved one was made with; a new learning rate follows its
         schedule from the step where the saved one stood.
-
-        Raises:
-            ValueError: the state is of other parameters or another precision, or the learning rate differs
-                and the user's own schedule derives each from the one before.
         """
         leaves, saved = self._masters.leaves, state["weights"]
         differing = [
@@ -464,9 +453,6 @@ class PolicyOptimizer:
         Args:
             found: shapes and types of what was saved.
             read: reads it into tensors of these names.
-
-        Raises:
-            ValueError: as `load_state_dict`; or the state cannot be divided among this number of ranks.
         """
         mesh, leaves = self._mesh or Mesh(None), self._masters.leaves
         changed = changed_since(data["hyperparameters"], self._hyperparameters, self.scheduler)

@@ -138,11 +138,7 @@ def check_names(found: Shapes, leaves: Mapping[str, nn.Parameter]) -> None:
 def read_state(
     leaves: Mapping[str, nn.Parameter], found: Shapes, read: Read, places: Mapping[str, Placement], mesh: Mesh
 ) -> dict[str, dict[str, Tensor]]:
-    """Read the leaves' values in place, and return the optimizer's state by parameter name.
-
-    Raises:
-        ValueError: the state is of other parameters, or has parts that another number of ranks cannot read.
-    """
+    """Read the leaves' values in place, and return the optimizer's state by parameter name."""
     check_names(found, leaves)
     targets = {f"weights/{name}": places[name].placed(leaf.detach()) for name, leaf in leaves.items()}
     state: dict[str, dict[str, Tensor]] = {name: {} for name in leaves}

@@ -260,8 +260,7 @@ class Projection:
         return F.linear(x, self._weight(), bias)
 
     def _weight(self) -> Tensor:
-        """The joint weight [out, in] in the model's type; for 4-bit weights a copy that lasts for one
-        product."""
+        """The joint weight [out, in] in the model's type; for 4-bit weights a copy for one product."""
         if self._gathered is not None:
             return self._gathered.weight()
         if any(is_4bit(linear) for linear in self._linears):

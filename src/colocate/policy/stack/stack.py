@@ -75,9 +75,6 @@ class DecoderStack:
         share_prompts: compute the prompt of a group once.
         store: gathers the weights of a model that holds a part of them; all ranks of its group must then make
             the same calls, until one calls `release`.
-
-    Raises:
-        ValueError: the model holds a part of its weights and there is no store, or the other way round.
     """
 
     def __init__(
@@ -106,11 +103,7 @@ class DecoderStack:
         self._state = _state(layout, is_training=model.training)
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether a stack of `model` made now would compute what this one computes.
-
-        Raises:
-            ValueError: the model has no layout any more.
-        """
+        """Whether a stack of `model` made now would compute what this one computes."""
         layout = layout_for(model)
         return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
@@ -360,8 +353,7 @@ class DecoderLayer:
         return grad_x
 
     def _attend(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q/k/v before their rotation [T, H + 2K, D], attention's output [T, H, D] and its
-        log-sum-exps [H, T]."""
+        """q/k/v before rotation [T, H + 2K, D], attention's output [T, H, D], its log-sum-exps [H, T]."""
         normed = operations.rms_norm(x, self._input_norm, self._eps)
         qkv = self._qkv(normed, context.seed_of(0)).view(len(x), -1, self._head_dim)
         q, k, v = self._rotated(qkv, context)

@@ -108,11 +108,7 @@ class WeightStore:
             buffer.fill(index, self._layers[index], self._group)
 
     def buffer(self, index: int) -> _Buffer:
-        """The buffer that holds layer `index`.
-
-        Raises:
-            RuntimeError: the layer was not loaded.
-        """
+        """The buffer that holds layer `index`."""
         buffer = self._buffers[index % 2] if self._buffers else None
         if buffer is None or buffer.index != index or buffer.works:
             raise RuntimeError(f"layer {index} is computed, and its weights were not gathered before")
@@ -156,11 +152,6 @@ class WeightStore:
     def begin(self) -> None:
         """Begin a micro-batch, whose calls `finish` can complete."""
         self._num_made = 0
-
-    def walk(self, *, has_backward: bool) -> None:
-        """Make the calls of a micro-batch without one: gather for the others, and give zeros as gradients."""
-        self.begin()
-        self.finish(has_backward=has_backward)
 
     def finish(self, *, has_backward: bool) -> None:
         """Make the calls of the micro-batch that were not made, because this rank has none or has failed in
