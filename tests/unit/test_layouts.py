@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import re
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack
-from colocate.weights.layouts import causal_lm, has_layout, layout_for
+from colocate.weights.families import FAMILIES
+from colocate.weights.layouts import ARCHITECTURES, causal_lm, has_layout, layout_for
 
 
 def replace_weight(model):
@@ -136,3 +139,15 @@ def test_a_layout_goes_with_its_model_and_with_no_copy_of_it(tmp_path):
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_every_list_of_families_names_those_that_have_a_layout():
+    assert {kind.__name__ for kind in ARCHITECTURES} == {
+        f"{name.replace('-', '')}ForCausalLM" for name in FAMILIES
+    }
+    root, family = Path(__file__).parents[2], r"(?:Llama(?: 2 and 3)?|Mistral|Qwen\d[\d.]*|Phi-\d)"
+    listed = re.compile(rf"{family}(?:(?:,| and| or)\s+{family}){{2,}}")
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "src").rglob("*.py")]
+    found = [(page.name, text) for page in pages for text in listed.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) >= 8
+    assert [place for place in found if not all(name in place[1] for name in FAMILIES)] == []

@@ -37,6 +37,7 @@ from colocate.options.requirements import (
 )
 from colocate.options.values import shown
 from colocate.policy.optimizer.names import OPTIMIZERS, check_optimizer
+from colocate.weights.families import FAMILY_NAMES
 
 
 def _names(text: str) -> frozenset[str]:
@@ -91,7 +92,7 @@ _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 UNNECESSARY: dict[str, str] = {
     **_of_engines(refused=False),
     "use_vllm": "the native engine generates on the trainer's GPU already. vLLM is started only for a model "
-    "that is not supported natively (Llama, Mistral, Qwen2, Qwen3 and Phi-3 are), or with engine='vllm'",
+    f"that is not supported natively ({FAMILY_NAMES} are), or with engine='vllm'",
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,
     "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
@@ -146,7 +147,7 @@ UNNECESSARY: dict[str, str] = {
 
 UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
     ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    "it is read only for models that are not supported natively; for Llama, Mistral, Qwen2, Qwen3 and Phi-3 "
+    f"it is read only for models that are not supported natively; for {FAMILY_NAMES} "
     "the planner chooses what is recomputed (`activation_policy`)",
 )
 """Options that are on by default and that a natively supported model does not read. Their value does not show

@@ -21,6 +21,7 @@ from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.attention.cudnn_attention import why_not_cudnn_on
 from colocate.policy.model.loading import model_on_meta
 from colocate.policy.model.precision import DTYPES
+from colocate.weights.families import FAMILY_NAMES
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
@@ -131,7 +132,7 @@ def _without_plan(model: nn.Module) -> str:
     count = sum(parameter.numel() for parameter in model.parameters())
     weights, whole = (f"{count * num_bytes / 2**30:.1f} GiB" for num_bytes in (2, 18))
     return (
-        "Only runs of natively supported models are planned (Llama, Mistral, Qwen2, Qwen3, Phi-3). What is "
+        f"Only runs of natively supported models are planned ({FAMILY_NAMES}). What is "
         f"known: {count / 1e9:.2f} billion parameters take {weights} in bfloat16. Full fine-tuning takes "
         f"18 B for each, with float32 masters, Adam's moments and gradients: {whole}, and activations on "
         "top; use_peft=True needs little more than the weights. "

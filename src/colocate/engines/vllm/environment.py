@@ -14,6 +14,8 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from colocate.weights.families import FAMILY_NAMES
+
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = Version("0.25"), Version("0.33")
@@ -59,7 +61,7 @@ def check_installed() -> Version:
     if version is None:
         raise ImportError(
             f"engine='vllm' needs vLLM, which is not installed. Install it (`{HOW_TO_INSTALL}`), "
-            "or set engine='native' (Llama, Mistral and Qwen models) or engine='transformers'."
+            f"or set engine='native' ({FAMILY_NAMES} models) or engine='transformers'."
         )
     if (warning := check_version(version)) is not None:
         logger.warning(warning)

@@ -1,0 +1,7 @@
+"""The names of the natively supported families of models, for messages; no PyTorch is imported."""
+
+from __future__ import annotations
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi-3")
+"""The families of `layouts.ARCHITECTURES`."""
+FAMILY_NAMES = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
