@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.precision.cases import SPEED_CASES
 from benchmarks.rollout.cases import SHAPES
 from colocate.planning.hardware import GPUS, find_gpu
-from colocate.planning.planner import Wishes, plan
+from colocate.planning.planner import Constraints, plan
 from colocate.planning.speed import Speed, expected_speed, step_time
 from colocate.weights.shapes import ModelShapes
 
@@ -62,9 +62,9 @@ def test_unknown_and_too_old():
             find_gpu(name)
 
 
-def speed(shapes=LARGE_SHAPES, load=None, gpu="H200", **wishes):
+def speed(shapes=LARGE_SHAPES, load=None, gpu="H200", **constraints):
     load = load or on_gpu()
-    result = plan(shapes, load, device_memory_bytes=140 * GIB, wishes=Wishes(**wishes))
+    result = plan(shapes, load, device_memory_bytes=140 * GIB, constraints=Constraints(**constraints))
     return expected_speed(shapes, load, result, find_gpu(gpu))
 
 

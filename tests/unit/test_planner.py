@@ -34,12 +34,12 @@ from colocate.planning.planner import (
     MAX_TOKENS_FOR_GROUP,
     OVERHEAD_TOKENS,
     TOKEN_STEP,
+    Constraints,
     Planner,
-    Wishes,
     choose_train_plan,
     plan,
 )
-from colocate.planning.run_options import planner_for, wishes_of, workload_of
+from colocate.planning.run_options import constraints_of, planner_for, workload_of
 from colocate.policy.footprint import Microbatch, kept_bytes_per_token, train_flops_per_token
 from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.stack.host_activations import HostActivations
@@ -299,7 +299,7 @@ def test_totals_are_the_sums_of_rows(shapes):
 
 
 def test_without_a_device_nothing_is_chosen():
-    result = plan(LARGE_SHAPES, on_gpu(), wishes=Wishes(sequences_per_microbatch=4))
+    result = plan(LARGE_SHAPES, on_gpu(), constraints=Constraints(sequences_per_microbatch=4))
     assert result.train_plan == TrainPlan("keep", None, 4, 1024)
     assert result.fits is None and result.shortage is None
 
@@ -372,8 +372,8 @@ def test_the_chosen_plan_fits_when_any_does(shapes, load, device):
 @settings(max_examples=60)
 @given(shapes=any_shapes, load=loads, device=devices, more=st.integers(0, 40 * GIB), offload=st.booleans())
 def test_more_memory_never_leads_to_more_recomputation(shapes, load, device, more, offload):
-    wishes = Wishes(offload_optimizer=offload)
-    small, large = (choose_train_plan(shapes, load, size, wishes) for size in (device, device + more))
+    constraints = Constraints(offload_optimizer=offload)
+    small, large = (choose_train_plan(shapes, load, size, constraints) for size in (device, device + more))
     levels = [ACTIVATION_POLICIES.index(chosen.activation_policy) for chosen in (small, large)]
     assert levels[1] <= levels[0]
     if levels[0] == levels[1]:
@@ -437,10 +437,10 @@ def test_a_group_with_a_long_prompt_is_held_whole():
     chunk=st.integers(64, 5000), offload=st.booleans(),
 )  # fmt: skip
 def test_what_the_user_sets_is_kept(shapes, device, policy, tokens, chunk, offload):
-    wishes = Wishes(policy, tokens, chunk, offload)
-    chosen = choose_train_plan(shapes, on_gpu(), device, wishes)
+    constraints = Constraints(policy, tokens, chunk, offload)
+    chosen = choose_train_plan(shapes, on_gpu(), device, constraints)
     assert replace(chosen, keep_softmax=False) == TrainPlan(policy, tokens, 1, chunk, offload)
-    partly = choose_train_plan(shapes, on_gpu(), device, Wishes(tokens_per_microbatch=tokens))
+    partly = choose_train_plan(shapes, on_gpu(), device, Constraints(tokens_per_microbatch=tokens))
     assert partly.tokens_per_microbatch == tokens
 
 
@@ -467,7 +467,12 @@ def test_the_optimizer_leaves_when_the_cache_is_short():
     assert not ample.offload_optimizer
     assert choose_train_plan(LARGE_SHAPES, wide, 30 * GIB).offload_optimizer
     kept, moved = (
-        plan(LARGE_SHAPES, wide, device_memory_bytes=30 * GIB, wishes=Wishes(offload_optimizer=offload))
+        plan(
+            LARGE_SHAPES,
+            wide,
+            device_memory_bytes=30 * GIB,
+            constraints=Constraints(offload_optimizer=offload),
+        )
         for offload in (False, True)
     )
     assert moved.kv_cache_tokens > 1.5 * kept.kv_cache_tokens
@@ -590,7 +595,7 @@ def test_prompts_that_are_computed_again_are_said_with_the_memory_that_would_spa
     assert float(device_gib) - float(more_gib) == pytest.approx(6, abs=0.011)
     # So much memory does spare it, and no less.
     for gib, is_spared in ((float(device_gib) + 0.01, True), (float(device_gib) - 0.01, False)):
-        result = plan(LORA_SHAPES, load, device_memory_bytes=int(gib * GIB), wishes=Wishes(policy))
+        result = plan(LORA_SHAPES, load, device_memory_bytes=int(gib * GIB), constraints=Constraints(policy))
         assert (result.repeated_prompts is None) == is_spared
         assert (result.train_plan.budget(0) >= 40960) == is_spared
     # A run says so when it starts, or, as the longest prompt may come late, then and once.
@@ -604,15 +609,17 @@ def test_prompts_that_are_computed_again_are_said_with_the_memory_that_would_spa
     assert caplog.messages == [line]
 
 
-def test_prompts_computed_again_by_the_users_wish_need_no_memory():
+def test_prompts_computed_again_by_the_users_choice_need_no_memory():
     load = on_gpu(prompt_tokens=8192, completion_tokens=1024, num_step_sequences=8)
-    cut = Wishes(tokens_per_microbatch=10240)
-    line = plan(LORA_SHAPES, load, device_memory_bytes=80 * GIB, wishes=cut).repeated_prompts
+    cut = Constraints(tokens_per_microbatch=10240)
+    line = plan(LORA_SHAPES, load, device_memory_bytes=80 * GIB, constraints=cut).repeated_prompts
     assert "in 4 micro-batches" in line and "this one will do: set max_tokens_per_microbatch=16384." in line
-    assert plan(LORA_SHAPES, load, wishes=cut).repeated_prompts is None
+    assert plan(LORA_SHAPES, load, constraints=cut).repeated_prompts is None
     apart = replace(load, share_prompts=False)
     for others in (apart, replace(load, prompt_tokens=64), replace(load, num_generations=1)):
-        assert plan(LORA_SHAPES, others, device_memory_bytes=80 * GIB, wishes=cut).repeated_prompts is None
+        assert (
+            plan(LORA_SHAPES, others, device_memory_bytes=80 * GIB, constraints=cut).repeated_prompts is None
+        )
 
 
 def test_longer_prompts_than_assumed_keep_their_groups_whole():
@@ -633,4 +640,4 @@ def test_nothing_is_planned_on_a_cpu(tmp_path):
     load = workload_of(args, ModelShapes.of(model), torch.float32, is_gpu=True)
     assert (load.num_step_sequences, load.num_rollout_sequences, load.prompt_tokens) == (8, 8, 512)
     assert load.decode_rows == 512 and load.decode_scratch_bytes > 512 * 96 * 4
-    assert wishes_of(args) == Wishes(sequences_per_microbatch=8)
+    assert constraints_of(args) == Constraints(sequences_per_microbatch=8)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from test_planner import GIB, LARGE_SHAPES, LORA_SHAPES, on_gpu
 
 from colocate.memory.workload import VLLMDemand
-from colocate.planning.planner import Case, Wishes
+from colocate.planning.planner import Case, Constraints
 from colocate.planning.remedies import find_remedies, needed_bytes, with_adapters
 
 
-def case(shapes=LARGE_SHAPES, gib=16.0, wishes=None, **workload):
-    return Case(shapes, on_gpu(**workload), int(gib * GIB), wishes or Wishes())
+def case(shapes=LARGE_SHAPES, gib=16.0, constraints=None, **workload):
+    return Case(shapes, on_gpu(**workload), int(gib * GIB), constraints or Constraints())
 
 
 def settings_of(a_case):
@@ -59,8 +59,8 @@ def test_changes_are_joined_where_one_does_not_suffice():
 
 
 def test_what_the_user_fixed_is_loosened_first():
-    fixed = Wishes(activation_policy="keep", tokens_per_microbatch=16384, offload_optimizer=False)
-    assert settings_of(case(gib=30, wishes=fixed))[0].split()[0] in (
+    fixed = Constraints(activation_policy="keep", tokens_per_microbatch=16384, offload_optimizer=False)
+    assert settings_of(case(gib=30, constraints=fixed))[0].split()[0] in (
         "activation_policy=auto", "max_tokens_per_microbatch=768", "offload_optimizer=True",
     )  # fmt: skip
     assert settings_of(case(LORA_SHAPES, 40, kv_cache_tokens=10**8))[0] == "kv_cache_tokens=null"

@@ -36,7 +36,7 @@ from colocate.reporting.metrics import Metrics
 from colocate.reporting.plots import Plot
 from colocate.reporting.provenance import command_of, commit_of, provenance
 from colocate.reporting.report import write_report
-from colocate.reporting.run import Run, read_run
+from colocate.reporting.run import RecordedRun, read_run
 from colocate.reporting.run_log import RunLog, earlier_record
 
 GIB = 2**30
@@ -926,7 +926,7 @@ def test_the_reward_band_stays_within_the_rewards_seen(rewards):
     info = {"options": {"generation_batch_size": len(rewards)}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(charts, "Plot", Recorder)
-        charts.reward_chart(Run(Path("unused"), info, [record], [], 0), (360, 250))
+        charts.reward_chart(RecordedRun(Path("unused"), info, [record], [], 0), (360, 250))
     [([low], [high])] = bands
     assert min(rewards) - 1e-9 <= low <= high <= max(rewards) + 1e-9
 

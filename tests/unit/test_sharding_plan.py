@@ -19,7 +19,7 @@ from colocate.memory.workload import Sharding
 from colocate.planning.communication import all_reduce_s, exchange_s, gathers_s, link_bytes_per_s
 from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import account, train_bytes
-from colocate.planning.planner import Case, Planner, Wishes, choose_train_plan, plan
+from colocate.planning.planner import Case, Constraints, Planner, choose_train_plan, plan
 from colocate.planning.remedies import enough_gpus, find_remedies, with_adapters
 from colocate.planning.run_options import cluster_of, sharding_choice
 from colocate.planning.sharding import NUM_WEIGHT_PARTS, WORTH_A_SPLIT, obstacle, with_sharding
@@ -60,7 +60,7 @@ def under(num_ranks, num_weight_parts=1, shapes=LARGE_SHAPES, load=None, **chang
 def case(name="7B", num_gpus=8, gpu=H100, num_nodes=1, shard="auto", **changes):
     cluster = Cluster(num_gpus, num_nodes, gpu)
     load = on_gpu(prompt_tokens=512, completion_tokens=1024, **changes)
-    return Case(MODELS[name], load, int(gpu.memory_gib * GIB), Wishes(shard=shard), cluster)
+    return Case(MODELS[name], load, int(gpu.memory_gib * GIB), Constraints(shard=shard), cluster)
 
 
 # ── Bytes ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,7 +154,7 @@ def test_a_split_optimizer_is_away_until_its_step():
     device = int(79.1 * GIB)
     chosen = choose_train_plan(shapes, load, device)
     assert chosen.offload_optimizer and plan(shapes, load, device_memory_bytes=device).fits
-    here = plan(shapes, load, device_memory_bytes=device, wishes=Wishes(offload_optimizer=False))
+    here = plan(shapes, load, device_memory_bytes=device, constraints=Constraints(offload_optimizer=False))
     assert here.fits is False
     rows = account(shapes, load, chosen, device).rows
     assert {row.moment for row in rows if row.name in ("float32 masters", "moments")} == {"step"}
@@ -309,7 +309,7 @@ def test_the_choice_is_the_fastest_that_fits_of_each_asked_for_alone(name, num_g
     chosen = asked.sharding_choice(asked.cluster).chosen
     alone = {}
     for parts in NUM_WEIGHT_PARTS:
-        forced = replace(asked, wishes=Wishes(shard=parts))
+        forced = replace(asked, constraints=Constraints(shard=parts))
         try:
             alone[parts] = forced.sharding_choice(forced.cluster).chosen
         except ValueError as refusal:
@@ -352,13 +352,13 @@ def test_what_is_chosen_for_known_models():
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused_with_the_arithmetic(shapes, changes, num_gpus, reason):
-    asked = Case(shapes, on_gpu(**changes), 80 * GIB, Wishes(shard=8), Cluster(num_gpus, 1, H100))
+    asked = Case(shapes, on_gpu(**changes), 80 * GIB, Constraints(shard=8), Cluster(num_gpus, 1, H100))
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
         asked.plan()
     possible = re.search(r"Set shard=auto, or one of ([\d, ]+)\.", str(refusal.value)).group(1)
     for parts in map(int, possible.split(", ")):
-        replace(asked, wishes=Wishes(shard=parts)).plan()
-    choice = replace(asked, wishes=Wishes()).sharding_choice(asked.cluster)
+        replace(asked, constraints=Constraints(shard=parts)).plan()
+    choice = replace(asked, constraints=Constraints()).sharding_choice(asked.cluster)
     assert choice.sharding.num_weight_parts != 8
     assert (reason in choice.reason) == (num_gpus == 8)
 
@@ -367,7 +367,7 @@ def test_gathered_weights_take_memory_in_rollouts_alone():
     """t = 4 and t' = 2: trained in quarters, decoded in halves, each with half of the key-value heads."""
     load = on_gpu(prompt_tokens=512, completion_tokens=1024)
     load = replace(load, sharding=Sharding(decode_shard=2))
-    gathering = Case(MODELS["7B"], load, 80 * GIB, Wishes(shard=4), Cluster(4, 1, H100)).plan()
+    gathering = Case(MODELS["7B"], load, 80 * GIB, Constraints(shard=4), Cluster(4, 1, H100)).plan()
     together = [under(4, parts, MODELS["7B"], on_gpu()).of_engine.num_rollout_sequences for parts in (2, 4)]
     quarter, half = MODELS["7B"].part(4), MODELS["7B"].part(2)
     assert size_of(gathering, "weights") == quarter.weight_bytes(torch.bfloat16)
@@ -379,12 +379,12 @@ def test_gathered_weights_take_memory_in_rollouts_alone():
 
 def test_weights_are_gathered_only_where_they_can_be():
     load = replace(on_gpu(), sharding=Sharding(decode_shard=4))
-    asked = Case(MODELS["7B"], load, 80 * GIB, Wishes(shard=2), Cluster(8, 1, H100))
+    asked = Case(MODELS["7B"], load, 80 * GIB, Constraints(shard=2), Cluster(8, 1, H100))
     with pytest.raises(ValueError, match="decode_shard=4 does not divide 2"):
         asked.plan()
-    choice = replace(asked, wishes=Wishes()).sharding_choice(asked.cluster)
+    choice = replace(asked, constraints=Constraints()).sharding_choice(asked.cluster)
     assert choice.sharding.num_weight_parts == 4
-    adapted = replace(asked, shapes=MODELS["7B"].with_lora(Lora(16)), wishes=Wishes(shard=4))
+    adapted = replace(asked, shapes=MODELS["7B"].with_lora(Lora(16)), constraints=Constraints(shard=4))
     adapted.plan()  # at t' = t nothing is gathered
     load = replace(load, sharding=Sharding(decode_shard=2))
     with pytest.raises(ValueError, match="not possible beside adapters"):
@@ -406,7 +406,9 @@ def test_without_a_known_gpu_the_fewest_parts_that_fit_are_taken():
     known = case("32B", 8, H200)
     unknown = replace(known, cluster=Cluster(8))
     fitting = {
-        parts for parts in NUM_WEIGHT_PARTS if replace(unknown, wishes=Wishes(shard=parts)).plan().is_safe
+        parts
+        for parts in NUM_WEIGHT_PARTS
+        if replace(unknown, constraints=Constraints(shard=parts)).plan().is_safe
     }
     assert unknown.sharding_choice(unknown.cluster).sharding.num_weight_parts == min(fitting) > 1
     on_cpu = replace(unknown, device_memory_bytes=None)

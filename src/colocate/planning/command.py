@@ -14,9 +14,9 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.config.run_config import RunConfig
 from colocate.engines.native.eight_bit_weights import check_gpu
 from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
-from colocate.planning.plan_text import Answer, print_answer
+from colocate.planning.plan_text import PlanReport, print_report
 from colocate.planning.planner import Case
-from colocate.planning.run_options import wishes_of, workload_of
+from colocate.planning.run_options import constraints_of, workload_of
 from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.attention.cudnn_attention import why_not_cudnn_on
 from colocate.policy.model.loading import model_on_meta
@@ -71,19 +71,21 @@ def plan_run(
     has_cudnn = capability is not None and why_not_cudnn_on(capability, dtype, shapes.head_size) is None
     workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
     cluster = Cluster(num_gpus, num_nodes or -(-num_gpus // MOST_GPUS_OF_NODE), gpu)
-    case = Case(shapes, workload, device_bytes, wishes_of(config), cluster)
+    case = Case(shapes, workload, device_bytes, constraints_of(config), cluster)
     slower = None
     if capability is not None:
         is_native = workload.engine == "native" and config.engine != "transformers"
         precision = config.rollout_precision
         check_gpu(precision, layout, capability, gpu.name if gpu else "the GPU here")
         slower = slower_kernels(layout, dtype, capability, is_native=is_native, rollout_precision=precision)
-    answer = Answer(str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config, slower)
+    report = PlanReport(
+        str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config, slower
+    )
     if as_json:
-        print(json.dumps(answer.to_dict(), indent=2))
+        print(json.dumps(report.to_dict(), indent=2))
     else:
-        print_answer(answer, is_verbose=is_verbose)
-    return DOES_NOT_FIT if answer.plan.fits is False else 0
+        print_report(report, is_verbose=is_verbose)
+    return DOES_NOT_FIT if report.plan.fits is False else 0
 
 
 def _config(options: dict[str, Any], num_ranks: int, *, is_elsewhere: bool) -> GRPOConfig:

@@ -20,7 +20,7 @@ from colocate.planning.memory_plan import MemoryPlan
 from colocate.planning.planner import Case
 from colocate.planning.remedies import Remedy, enough_gpus, find_remedies, needed_bytes, with_adapters
 from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
-from colocate.planning.sharding import Choice
+from colocate.planning.sharding import ShardingChoice
 from colocate.planning.speed import Speed, StepTime, duration, expected_speed, step_time_of
 from colocate.policy.footprint import optimizer_rows
 
@@ -29,13 +29,13 @@ _LARGEST_ROWS = 3
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer of `colocate plan`, with the run and the device that it was asked about."""
+class PlanReport:
+    """The report of `colocate plan`, with the run and the device that it was asked about."""
 
     model_name: str
     case: Case
     cluster: Cluster
-    choice: Choice
+    choice: ShardingChoice
     config: GRPOConfig
     slower: Sequence[Fallback] | None
     """The fast kernels that the run does without; None if it is unknown which GPU it will have."""
@@ -94,7 +94,7 @@ class Answer:
         }
 
 
-def print_answer(answer: Answer, *, is_verbose: bool) -> None:
+def print_report(report: PlanReport, *, is_verbose: bool) -> None:
     """Print the verdict, the time of a step or what to set instead, and the arithmetic."""
     console = Console()
     styles = {"fits": "bold green", "fits tightly": "bold yellow", "does not fit": "bold red"}
@@ -105,14 +105,14 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
             indent = len(line) - len(text)
             console.print(Padding(text, (0, 0, 0, indent), expand=False) if indent else text)
 
-    say([_verdict_line(answer)], styles.get(answer.verdict, "bold"))
-    say(_sharding_lines(answer))
-    say(_remedy_lines(answer) if answer.plan.fits is False else _time_lines(answer))
+    say([_verdict_line(report)], styles.get(report.verdict, "bold"))
+    say(_sharding_lines(report))
+    say(_remedy_lines(report) if report.plan.fits is False else _time_lines(report))
     console.print()
-    console.print(_short_table(answer.plan))
-    say(_decisions(answer))
-    say(f"Without a fast kernel: {fallback.line}" for fallback in answer.slower or ())
-    if answer.config.max_prompt_length is None:
+    console.print(_short_table(report.plan))
+    say(_decisions(report))
+    say(f"Without a fast kernel: {fallback.line}" for fallback in report.slower or ())
+    if report.config.max_prompt_length is None:
         say(
             [
                 f"Computed for prompts of up to {ASSUMED_PROMPT_TOKENS} tokens; with max_prompt_length, for "
@@ -121,7 +121,7 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
         )
     if is_verbose:
         console.print()
-        console.print(_table(answer))
+        console.print(_table(report))
     else:
         say(["Every row of the arithmetic: --verbose."])
 
@@ -129,19 +129,19 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
 # ── Verdict ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _verdict_line(answer: Answer) -> str:
-    plan, what = answer.plan, f"{Path(answer.model_name).name}, {answer.method}"
+def _verdict_line(report: PlanReport) -> str:
+    plan, what = report.plan, f"{Path(report.model_name).name}, {report.method}"
     if plan.device_memory_bytes is None:
         return (
             f"No GPU here: {what}, takes {_shown(plan.peak_bytes)} on the CPU; how long a step takes there "
             "is not known. To plan for a GPU give --device_name (such as H100) or --device_memory_gib."
         )
     verdict, peak, size = (
-        answer.verdict.capitalize(),
+        report.verdict.capitalize(),
         _shown(plan.peak_bytes),
         _shown(plan.device_memory_bytes),
     )
-    device = _devices(answer.cluster)
+    device = _devices(report.cluster)
     if not plan.fits:
         return f"{verdict}: {what}, needs {peak}; {device} has {size}, {_shown(-plan.free_bytes)} too little."
     return f"{verdict}: {what}, takes {peak} of the {size} of {device}; {_free(plan)}."
@@ -154,15 +154,15 @@ def _devices(cluster: Cluster) -> str:
     return f"each of {cluster.num_gpus} {'devices' if cluster.gpu is None else cluster.gpu.name}{nodes}"
 
 
-def _sharding_lines(answer: Answer) -> Iterator[str]:
+def _sharding_lines(report: PlanReport) -> Iterator[str]:
     """Lines about the GPUs that split the run, and what the planner has compared; none for one GPU."""
-    if answer.cluster.num_gpus > 1:
-        yield f"Sharding: {_split(answer.choice, answer.case)}."
-        if len(answer.choice.considered) + len(answer.choice.impossible) > 1:
-            yield f"Compared, per GPU: {answer.choice.reason}"
+    if report.cluster.num_gpus > 1:
+        yield f"Sharding: {_split(report.choice, report.case)}."
+        if len(report.choice.considered) + len(report.choice.impossible) > 1:
+            yield f"Compared, per GPU: {report.choice.reason}"
 
 
-def _split(choice: Choice, case: Case) -> str:
+def _split(choice: ShardingChoice, case: Case) -> str:
     sharding, parts = choice.sharding, choice.sharding.num_weight_parts
     if not sharding.splits_optimizer:
         return "shard=none, every GPU holds all weights and all of the optimizer"
@@ -180,65 +180,65 @@ def _free(plan: MemoryPlan) -> str:
     return f"{_shown(plan.free_bytes)} ({plan.free_bytes / plan.device_memory_bytes:.1%}) stay free"
 
 
-def _remedy_lines(answer: Answer) -> Iterator[str]:
-    remedies = find_remedies(answer.case)
-    yield f"Short of memory: {answer.plan.shortage}."
+def _remedy_lines(report: PlanReport) -> Iterator[str]:
+    remedies = find_remedies(report.case)
+    yield f"Short of memory: {report.plan.shortage}."
     if remedies:
         yield "Set one of these, the smallest change first; the planner has found that each suffices:"
         for remedy in remedies:
             yield f"  {remedy.settings}"
-            yield f"    {_result_of(answer, remedy)}"
+            yield f"    {_result_of(report, remedy)}"
     else:
         yield "Nothing that can be set makes it fit, alone or together. It takes a larger device."
-    yield from _larger_devices(answer, is_only_way=not remedies)
+    yield from _larger_devices(report, is_only_way=not remedies)
 
 
-def _result_of(answer: Answer, remedy: Remedy) -> str:
-    plan, step_s = remedy.plan, remedy.case.sharding_choice(answer.cluster).chosen.step_s
+def _result_of(report: PlanReport, remedy: Remedy) -> str:
+    plan, step_s = remedy.plan, remedy.case.sharding_choice(report.cluster).chosen.step_s
     time = "" if step_s is None else f", about {duration(step_s)} a step"
     tight = "" if plan.why_tight is None else f"; tight: {plan.why_tight}"
     return f"{_shown(plan.peak_bytes)}, {_free(plan)}{time}{tight}"
 
 
-def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
+def _larger_devices(report: PlanReport, *, is_only_way: bool) -> Iterator[str]:
     """The memory or number of GPUs that the run needs unchanged, or the memory with adapters if nothing
     helps."""
-    shapes, ways, added = answer.case.shapes, [("Unchanged, it", answer.case)], ""
+    shapes, ways, added = report.case.shapes, [("Unchanged, it", report.case)], ""
     if is_only_way and not shapes.has_adapters:
         added = "use_peft=True "
-        ways.append((f"With {added}it", with_adapters(answer.case, in_4bit=False)))
+        ways.append((f"With {added}it", with_adapters(report.case, in_4bit=False)))
     if is_only_way and shapes.four_bit is None:
-        ways.append((f"With {added}load_in_4bit=True it", with_adapters(answer.case, in_4bit=True)))
+        ways.append((f"With {added}load_in_4bit=True it", with_adapters(report.case, in_4bit=True)))
     for what, case in ways:
         size = needed_bytes(case)
         if size is not None:
             larger = [gpu for gpu in GPUS if gpu.memory_gib * 2**30 >= size]
             example = "more than any GPU in the table has"
             if larger:
-                one = "one" if answer.cluster.num_gpus == 1 else "the"
+                one = "one" if report.cluster.num_gpus == 1 else "the"
                 example = f"such as {one} {min(larger, key=lambda gpu: gpu.memory_gib).name}"
-            devices = "a device" if answer.cluster.num_gpus == 1 else f"{answer.cluster.num_gpus} devices"
+            devices = "a device" if report.cluster.num_gpus == 1 else f"{report.cluster.num_gpus} devices"
             yield f"{what} needs {devices} of {size / 2**30:.1f} GiB, {example}."
-    more = enough_gpus(answer.case)
+    more = enough_gpus(report.case)
     if more is not None:
         cluster, choice = more
         step_s = choice.chosen.step_s
         time = "" if step_s is None else f", about {duration(step_s)} a step"
         yield (
             f"Unchanged, with as many completions on each GPU, it fits --num_gpus {cluster.num_gpus}: "
-            f"{_shown(choice.chosen.plan.peak_bytes)} each{time}; {_split(choice, answer.case)}."
+            f"{_shown(choice.chosen.plan.peak_bytes)} each{time}; {_split(choice, report.case)}."
         )
 
 
 # ── Time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _time_lines(answer: Answer) -> Iterator[str]:
-    if answer.plan.why_tight is not None:
-        yield f"Tight: {answer.plan.why_tight}."
-    if answer.plan.fits is None:
+def _time_lines(report: PlanReport) -> Iterator[str]:
+    if report.plan.why_tight is not None:
+        yield f"Tight: {report.plan.why_tight}."
+    if report.plan.fits is None:
         return
-    step, speed, load = answer.step_time, answer.speed, answer.case.workload
+    step, speed, load = report.step_time, report.speed, report.case.workload
     if step is None or speed is None:
         yield "Speed: unknown, as no GPU in the table is named."
         return
@@ -246,15 +246,15 @@ def _time_lines(answer: Answer) -> Iterator[str]:
     if speed.rollout_tokens_per_s is not None:
         rollout = f"{duration(step.rollout_s)} rollout at {speed.rollout_tokens_per_s:,.0f} tokens/s"
     exchange, each = "", ""
-    if answer.cluster.num_gpus > 1:
+    if report.cluster.num_gpus > 1:
         exchange, each = f", {duration(step.exchange_s)} exchange of gradients and weights", " a GPU"
     yield (
         f"About {duration(step.seconds)} a step: {rollout}{each}, {duration(step.train_s)} training at "
         f"{speed.train_tokens_per_s:,.0f} tokens/s{each}{exchange}, for {load.num_step_sequences:,} "
         f"completions of {load.completion_tokens:,} tokens{each}, the longest allowed."
     )
-    if answer.config.max_steps > 0:
-        steps, total = answer.config.max_steps, duration(step.seconds * answer.config.max_steps)
+    if report.config.max_steps > 0:
+        steps, total = report.config.max_steps, duration(step.seconds * report.config.max_steps)
         yield f"The run of max_steps={steps:,}: about {total}, without rewards and evaluation."
 
 
@@ -275,9 +275,9 @@ def _short_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def _decisions(answer: Answer) -> Iterator[str]:
+def _decisions(report: PlanReport) -> Iterator[str]:
     """The choices for training and generation under the plan; if it does not fit, only for training."""
-    result, config = answer.plan, answer.config
+    result, config = report.plan, report.config
     plan, sequences = result.train_plan, config.per_device_train_batch_size
     tokens = (
         f"{plan.tokens_per_microbatch:,} tokens" if plan.tokens_per_microbatch else f"{sequences} sequences"
@@ -286,35 +286,35 @@ def _decisions(answer: Answer) -> Iterator[str]:
         f"Training: micro-batches of {tokens} (a step has up to {result.step_tokens:,}), "
         f"activation_policy={plan.activation_policy}, log-probs of {plan.logprob_chunk_size:,} tokens at a "
         f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
-        f"{_place_of_optimizer(answer) if plan.offload_optimizer else 'on the device'}."
+        f"{_place_of_optimizer(report) if plan.offload_optimizer else 'on the device'}."
     )
     if result.fits is False:
         return
     if result.repeated_prompts is not None:
         yield result.repeated_prompts
-    yield _rollout_line(answer)
+    yield _rollout_line(report)
 
 
-def _place_of_optimizer(answer: Answer) -> str:
-    load, num_gpus = answer.choice.chosen.workload, answer.cluster.gpus_per_node
+def _place_of_optimizer(report: PlanReport) -> str:
+    load, num_gpus = report.choice.chosen.workload, report.cluster.gpus_per_node
     if not load.sharding.is_split:
         return "on the host in rollout"
-    size_bytes = total_bytes(optimizer_rows(answer.case.shapes, load, "train"))
+    size_bytes = total_bytes(optimizer_rows(report.case.shapes, load, "train"))
     return f"on the host but for its step, {num_gpus} × {_shown(size_bytes)} on each node"
 
 
-def _rollout_line(answer: Answer) -> str:
-    plan, load, parts = answer.plan, answer.case.workload, answer.choice.sharding.num_decode_parts
+def _rollout_line(report: PlanReport) -> str:
+    plan, load, parts = report.plan, report.case.workload, report.choice.sharding.num_decode_parts
     if load.engine == "rollout_server":
         return "Rollout: on the devices of the rollout server; it takes nothing of this one."
     engine = ""
     if load.engine == "vllm":
         has = "the trainer's weights" if load.vllm.shares_weights else "a copy of the weights"
         engine = f" by {load.vllm.name} with {has}"
-    elif answer.config.engine == "transformers":
+    elif report.config.engine == "transformers":
         engine = " by model.generate, planned as if by the native engine"
     if parts > 1:
-        heads = answer.case.shapes.num_kv_heads
+        heads = report.case.shapes.num_kv_heads
         engine = f" by {parts} GPUs together, each with {heads // parts} of {heads} key-value heads"
     return (
         f"Rollout{engine}: the KV cache holds {plan.kv_cache_tokens:,} tokens, {plan.kv_cache_sequences:,} "
@@ -322,10 +322,10 @@ def _rollout_line(answer: Answer) -> str:
     )
 
 
-def _table(answer: Answer) -> Table:
+def _table(report: PlanReport) -> Table:
     """Every row of every phase; of the moments of training, only the rows of the largest one."""
-    result = answer.plan
-    table = Table(title=f"Memory of one device: {answer.model_name}", title_justify="left")
+    result = report.plan
+    table = Table(title=f"Memory of one device: {report.model_name}", title_justify="left")
     for column in ("phase", "what", "memory", "how"):
         table.add_column(column, justify="right" if column == "memory" else "left", no_wrap=column != "how")
     for phase in get_args(Phase):

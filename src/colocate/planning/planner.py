@@ -38,7 +38,7 @@ from colocate.planning.memory_plan import (
     train_bytes,
     train_room,
 )
-from colocate.planning.sharding import Choice, Shard, choose_sharding
+from colocate.planning.sharding import Shard, ShardingChoice, choose_sharding
 from colocate.policy.footprint import MOMENTS_BYTES, Microbatch, head_is_trained, train_flops_per_token
 from colocate.weights.shapes import ModelShapes
 
@@ -63,7 +63,7 @@ _NEGLIGIBLE = 0.05
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """The parts of a plan that the user has set; None: the planner chooses."""
 
     activation_policy: ActivationPolicy | None = None
@@ -81,21 +81,23 @@ def plan(
     workload: Workload,
     *,
     device_memory_bytes: int | None = None,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     correction: float = 1.0,
 ) -> MemoryPlan:
     """Choose how to train (`choose_train_plan`), and account for the memory of one device."""
-    wishes = wishes or Wishes()
-    train_plan = choose_train_plan(shapes, workload, device_memory_bytes, wishes, correction)
+    constraints = constraints or Constraints()
+    train_plan = choose_train_plan(shapes, workload, device_memory_bytes, constraints, correction)
     result = account(shapes, workload, train_plan, device_memory_bytes, correction)
-    return replace(result, repeated_prompts=_repeated_prompts(result, shapes, workload, wishes, correction))
+    return replace(
+        result, repeated_prompts=_repeated_prompts(result, shapes, workload, constraints, correction)
+    )
 
 
 def choose_train_plan(
     shapes: ModelShapes,
     workload: Workload,
     device_memory_bytes: int | None,
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     correction: float = 1.0,
 ) -> TrainPlan:
     """The fastest way to train that fits the device, within what the user has set.
@@ -110,20 +112,20 @@ def choose_train_plan(
 
     Args:
         device_memory_bytes: memory of the device; None: there is no GPU, and nothing to choose.
-        wishes: what the user has set.
+        constraints: what the user has set.
         correction: factor on the predicted bytes that grow with tokens, as in `account`.
     """
-    wishes = wishes or Wishes()
+    constraints = constraints or Constraints()
     if device_memory_bytes is None:
-        return choose_fixed_plan(wishes)
-    offload = wishes.offload_optimizer
+        return choose_fixed_plan(constraints)
+    offload = constraints.offload_optimizer
     if offload is None:
         offload = _offload_helps(shapes, workload, device_memory_bytes)
-    chosen = _fastest(shapes, workload, device_memory_bytes, wishes, offload, correction)
-    if wishes.offload_optimizer is None and not offload and workload.sharding.is_split:
+    chosen = _fastest(shapes, workload, device_memory_bytes, constraints, offload, correction)
+    if constraints.offload_optimizer is None and not offload and workload.sharding.is_split:
         # Unlike a whole one, a split optimizer's state stays away during forward and backward. Its way to
         # the host and back takes less time than recomputing activations on each GPU.
-        moved = _fastest(shapes, workload, device_memory_bytes, wishes, True, correction)
+        moved = _fastest(shapes, workload, device_memory_bytes, constraints, True, correction)
         before, after = _rank(chosen), _rank(moved)
         room = train_room(shapes, workload, chosen, device_memory_bytes)
         if after[0] > before[0] or train_bytes(shapes, workload, chosen, correction) > room:
@@ -135,21 +137,27 @@ def _fastest(
     shapes: ModelShapes,
     workload: Workload,
     device_memory_bytes: int,
-    wishes: Wishes,
+    constraints: Constraints,
     offload: bool,
     correction: float,
 ) -> TrainPlan:
     """The choice of `choose_train_plan` with the optimizer's state on the host during rollouts or not."""
     start = TrainPlan(
-        logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0], offload_optimizer=offload
+        logprob_chunk_size=constraints.logprob_chunk_size or LOGPROB_CHUNKS[0], offload_optimizer=offload
     )
     room = train_room(shapes, workload, start, device_memory_bytes)
 
     def fits(candidate: TrainPlan) -> bool:
         return train_bytes(shapes, workload, candidate, correction) <= room
 
-    policies = ACTIVATION_POLICIES if wishes.activation_policy is None else (wishes.activation_policy,)
-    budgets = _budgets(workload) if wishes.tokens_per_microbatch is None else (wishes.tokens_per_microbatch,)
+    policies = (
+        ACTIVATION_POLICIES if constraints.activation_policy is None else (constraints.activation_policy,)
+    )
+    budgets = (
+        _budgets(workload)
+        if constraints.tokens_per_microbatch is None
+        else (constraints.tokens_per_microbatch,)
+    )
     chosen = replace(start, activation_policy=policies[-1], tokens_per_microbatch=budgets[0])
     for policy in policies:
         fitting = [
@@ -161,7 +169,7 @@ def _fastest(
             chosen = fitting[-1]
             if chosen.budget(0) == budgets[-1] or _suffices(shapes, workload, policy, chosen.budget(0)):
                 break
-    if wishes.logprob_chunk_size is None:
+    if constraints.logprob_chunk_size is None:
         chosen = _with_larger_chunks(shapes, workload, chosen, room, fits)
     if head_is_trained(shapes) and not workload.entropy_gradient:
         keeping = replace(chosen, keep_softmax=True)
@@ -169,14 +177,14 @@ def _fastest(
     return chosen
 
 
-def choose_fixed_plan(wishes: Wishes) -> TrainPlan:
+def choose_fixed_plan(constraints: Constraints) -> TrainPlan:
     """The plan where there is no GPU: what the user has set, and fixed defaults for all else."""
     return TrainPlan(
-        wishes.activation_policy or "keep",
-        wishes.tokens_per_microbatch,
-        wishes.sequences_per_microbatch,
-        wishes.logprob_chunk_size or TrainPlan.logprob_chunk_size,
-        bool(wishes.offload_optimizer),
+        constraints.activation_policy or "keep",
+        constraints.tokens_per_microbatch,
+        constraints.sequences_per_microbatch,
+        constraints.logprob_chunk_size or TrainPlan.logprob_chunk_size,
+        bool(constraints.offload_optimizer),
     )
 
 
@@ -187,7 +195,7 @@ class Case:
     shapes: ModelShapes
     workload: Workload
     device_memory_bytes: int | None = None
-    wishes: Wishes = Wishes()
+    constraints: Constraints = Constraints()
     cluster: Cluster | None = None
     """The GPUs for which the planner chooses how they split the run; None: the workload's sharding stands."""
 
@@ -197,13 +205,13 @@ class Case:
             return self.sharding_choice(self.cluster, correction).chosen.plan
         return self._plan_of(self.workload, correction)
 
-    def sharding_choice(self, cluster: Cluster, correction: float = 1.0) -> Choice:
+    def sharding_choice(self, cluster: Cluster, correction: float = 1.0) -> ShardingChoice:
         """The best way to split the run over the GPUs of `cluster` (`choose_sharding`)."""
         return choose_sharding(
             self.shapes,
             self.workload,
             cluster,
-            self.wishes.shard,
+            self.constraints.shard,
             lambda workload: self._plan_of(workload, correction),
         )
 
@@ -212,7 +220,7 @@ class Case:
             self.shapes,
             workload,
             device_memory_bytes=self.device_memory_bytes,
-            wishes=self.wishes,
+            constraints=self.constraints,
             correction=correction,
         )
 
@@ -221,7 +229,7 @@ class Planner:
     """The plan of a run, corrected by what its steps are measured to take.
 
     Args:
-        shapes, workload, device_memory_bytes, wishes: as in `plan`.
+        shapes, workload, device_memory_bytes, constraints: as in `plan`.
     """
 
     def __init__(
@@ -229,12 +237,12 @@ class Planner:
         shapes: ModelShapes,
         workload: Workload,
         device_memory_bytes: int | None,
-        wishes: Wishes | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self._shapes = shapes
         self.workload = workload
         self._device_memory_bytes = device_memory_bytes
-        self._wishes = wishes
+        self._constraints = constraints
         self._correction = 1.0
         self._may_grow = True
 
@@ -245,7 +253,9 @@ class Planner:
     @property
     def case(self) -> Case:
         """The run as it is known now, with the longest prompt seen so far."""
-        return Case(self._shapes, self.workload, self._device_memory_bytes, self._wishes or Wishes())
+        return Case(
+            self._shapes, self.workload, self._device_memory_bytes, self._constraints or Constraints()
+        )
 
     def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
         """The plan to continue with after a prompt of `prompt_tokens` was seen.
@@ -410,7 +420,7 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
 
 
 def _repeated_prompts(
-    result: MemoryPlan, shapes: ModelShapes, workload: Workload, wishes: Wishes, correction: float
+    result: MemoryPlan, shapes: ModelShapes, workload: Workload, constraints: Constraints, correction: float
 ) -> str | None:
     if result.device_memory_bytes is None:
         return None
@@ -420,7 +430,7 @@ def _repeated_prompts(
     whole = replace(
         result.train_plan,
         tokens_per_microbatch=_in_steps(group.whole_tokens),
-        logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0],
+        logprob_chunk_size=constraints.logprob_chunk_size or LOGPROB_CHUNKS[0],
         keep_softmax=False,
     )
     needed_bytes = result.phase_bytes("resident") + train_bytes(shapes, workload, whole, correction)

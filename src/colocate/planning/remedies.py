@@ -13,7 +13,7 @@ from colocate.engines.native.footprint import decode_bytes
 from colocate.planning.hardware import Cluster
 from colocate.planning.memory_plan import MemoryPlan
 from colocate.planning.planner import Case
-from colocate.planning.sharding import Choice, with_sharding
+from colocate.planning.sharding import ShardingChoice, with_sharding
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.shapes import FourBit, Lora
 
@@ -28,7 +28,7 @@ _RANK = 16
 
 
 @dataclass(frozen=True)
-class Change:
+class OptionChange:
     """A change of one or a few options that go together."""
 
     settings: tuple[str, ...]
@@ -41,7 +41,7 @@ class Change:
 class Remedy:
     """Changes that together make a run fit."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[OptionChange, ...]
     case: Case
     plan: MemoryPlan
     """The plan of the changed run."""
@@ -96,7 +96,7 @@ def needed_bytes(case: Case) -> int | None:
     return most
 
 
-def enough_gpus(case: Case) -> tuple[Cluster, Choice] | None:
+def enough_gpus(case: Case) -> tuple[Cluster, ShardingChoice] | None:
     """The fewest GPUs, two, four or more times as many as now, that the run fits with as many completions on
     each, and how it is split over them; None if `MOST_GPUS` are too few."""
     now = case.cluster or Cluster()
@@ -118,7 +118,7 @@ def with_adapters(case: Case, *, in_4bit: bool) -> Case:
     if in_4bit:  # such weights are not split
         sharding = replace(case.workload.sharding, num_weight_parts=1, decode_shard=None)
         case = replace(case, workload=with_sharding(shapes, case.workload, sharding))
-        case = case if case.wishes.shard == "none" else _of_wishes(shard="auto")(case)
+        case = case if case.constraints.shard == "none" else _of_constraints(shard="auto")(case)
     return _without_sharing(replace(case, shapes=shapes))
 
 
@@ -127,11 +127,11 @@ def _without_sharing(case: Case) -> Case:
     return _of_workload(vllm=replace(case.workload.vllm, shares_weights=False))(case)
 
 
-def _options(changes: tuple[Change, ...]) -> set[str]:
+def _options(changes: tuple[OptionChange, ...]) -> set[str]:
     return {setting.split("=")[0] for change in changes for setting in change.settings}
 
 
-def _combinations(case: Case) -> list[tuple[Change, ...]]:
+def _combinations(case: Case) -> list[tuple[OptionChange, ...]]:
     """All combinations with at most one change of each kind, those that alter the run least first."""
     kinds = [(None, *kind) for kind in _kinds(case) if kind]
     ways = (tuple(filter(None, way)) for way in itertools.product(*kinds))
@@ -139,27 +139,27 @@ def _combinations(case: Case) -> list[tuple[Change, ...]]:
     return sorted(some, key=lambda way: (sum(change.cost for change in way), len(way)))
 
 
-def _kinds(case: Case) -> Iterator[list[Change]]:
+def _kinds(case: Case) -> Iterator[list[OptionChange]]:
     """The possible changes, in lists of which at most one can be made; a remedy names them in this order."""
     workload, shapes = case.workload, case.shapes
-    whole = () if case.wishes.shard in ("auto", "none", 1) else ("shard=auto",)
+    whole = () if case.constraints.shard in ("auto", "none", 1) else ("shard=auto",)
     if shapes.has_adapters and shapes.four_bit is None:
-        yield [Change(("load_in_4bit=True", *whole), 5, _in_4bit)]
+        yield [OptionChange(("load_in_4bit=True", *whole), 5, _in_4bit)]
     elif not shapes.has_adapters:
-        in_4bit = Change(("use_peft=True", "load_in_4bit=True", *whole), 14, _in_4bit)
-        yield [Change(("use_peft=True",), 9, _adapted), in_4bit]
-    yield from ([change] for change in _unset_wishes(case))
+        in_4bit = OptionChange(("use_peft=True", "load_in_4bit=True", *whole), 14, _in_4bit)
+        yield [OptionChange(("use_peft=True",), 9, _adapted), in_4bit]
+    yield from ([change] for change in _unset_constraints(case))
     if workload.parameter_dtype.itemsize == 4:
-        yield [Change(("dtype=bfloat16",), 2, _of_workload(parameter_dtype=torch.bfloat16))]
+        yield [OptionChange(("dtype=bfloat16",), 2, _of_workload(parameter_dtype=torch.bfloat16))]
     if workload.engine == "native" and workload.max_num_seqs > 64:
         decoded = shapes.part(workload.sharding.num_decode_parts)
         scratch = decode_bytes(decoded, 64) if workload.is_gpu else 0
         fewer = _of_workload(max_num_seqs=64, decode_rows=64, decode_scratch_bytes=scratch)
-        yield [Change(("max_num_seqs=64",), 2, fewer)]
+        yield [OptionChange(("max_num_seqs=64",), 2, fewer)]
     if workload.has_reference and not shapes.has_adapters:
-        yield [Change(("beta=0.0",), 3, _of_workload(has_reference=False))]
+        yield [OptionChange(("beta=0.0",), 3, _of_workload(has_reference=False))]
     if not shapes.has_adapters and _moments(case, "adamw_bnb_8bit") < _moments(case, workload.optim):
-        yield [Change(("optim=adamw_bnb_8bit",), 3, _of_workload(optim="adamw_bnb_8bit"))]
+        yield [OptionChange(("optim=adamw_bnb_8bit",), 3, _of_workload(optim="adamw_bnb_8bit"))]
     yield _shorter("max_completion_length", workload.completion_tokens, "completion_tokens")
     yield _shorter("max_prompt_length", workload.prompt_tokens, "prompt_tokens")
 
@@ -172,35 +172,35 @@ def _in_4bit(case: Case) -> Case:
     return with_adapters(case, in_4bit=True)
 
 
-def _unset_wishes(case: Case) -> Iterator[Change]:
+def _unset_constraints(case: Case) -> Iterator[OptionChange]:
     """Changes that leave to the planner what the user has set, or that set it to what takes least memory."""
-    wishes, workload = case.wishes, case.workload
+    constraints, workload = case.constraints, case.workload
     longest = workload.max_sequence_length
-    if wishes.shard != "auto" and case.cluster is not None and case.cluster.num_gpus > 1:
-        yield Change(("shard=auto",), 1, _of_wishes(shard="auto"))
-    if wishes.activation_policy not in (None, "offload"):
-        yield Change(("activation_policy=auto",), 1, _of_wishes(activation_policy=None))
-    if (wishes.tokens_per_microbatch or 0) > longest:
-        tokens = _of_wishes(tokens_per_microbatch=longest)
-        yield Change((f"max_tokens_per_microbatch={longest}",), 1, tokens)
-    if (wishes.logprob_chunk_size or 0) > 128:
-        yield Change(("logprob_chunk_size=128",), 1, _of_wishes(logprob_chunk_size=128))
-    if wishes.offload_optimizer is False:
-        yield Change(("offload_optimizer=True",), 1, _of_wishes(offload_optimizer=True))
+    if constraints.shard != "auto" and case.cluster is not None and case.cluster.num_gpus > 1:
+        yield OptionChange(("shard=auto",), 1, _of_constraints(shard="auto"))
+    if constraints.activation_policy not in (None, "offload"):
+        yield OptionChange(("activation_policy=auto",), 1, _of_constraints(activation_policy=None))
+    if (constraints.tokens_per_microbatch or 0) > longest:
+        tokens = _of_constraints(tokens_per_microbatch=longest)
+        yield OptionChange((f"max_tokens_per_microbatch={longest}",), 1, tokens)
+    if (constraints.logprob_chunk_size or 0) > 128:
+        yield OptionChange(("logprob_chunk_size=128",), 1, _of_constraints(logprob_chunk_size=128))
+    if constraints.offload_optimizer is False:
+        yield OptionChange(("offload_optimizer=True",), 1, _of_constraints(offload_optimizer=True))
     if workload.kv_cache_tokens is not None and workload.engine == "native":
-        yield Change(("kv_cache_tokens=null",), 1, _of_workload(kv_cache_tokens=None))
+        yield OptionChange(("kv_cache_tokens=null",), 1, _of_workload(kv_cache_tokens=None))
     if workload.engine == "vllm" and workload.vllm.memory_share is not None:
         demand = replace(workload.vllm, memory_share=None)
-        yield Change(("vllm_gpu_memory_utilization=null",), 1, _of_workload(vllm=demand))
+        yield OptionChange(("vllm_gpu_memory_utilization=null",), 1, _of_workload(vllm=demand))
     if workload.engine == "vllm" and not workload.vllm.sleeps:
         demand = replace(workload.vllm, sleeps=True)
-        yield Change(("vllm_enable_sleep_mode=True",), 1, _of_workload(vllm=demand))
+        yield OptionChange(("vllm_enable_sleep_mode=True",), 1, _of_workload(vllm=demand))
 
 
-def _shorter(option: str, tokens: int, field: str) -> list[Change]:
+def _shorter(option: str, tokens: int, field: str) -> list[OptionChange]:
     """Changes that halve a length once, twice and three times."""
     halves = [(tokens >> times, 2 + 2 * times) for times in (1, 2, 3) if tokens >> times >= SHORTEST]
-    return [Change((f"{option}={half}",), cost, _of_workload(**{field: half})) for half, cost in halves]
+    return [OptionChange((f"{option}={half}",), cost, _of_workload(**{field: half})) for half, cost in halves]
 
 
 def _moments(case: Case, optim: str) -> int:
@@ -211,5 +211,5 @@ def _of_workload(**changes: object) -> Callable[[Case], Case]:
     return lambda case: replace(case, workload=replace(case.workload, **changes))  # type: ignore[arg-type]
 
 
-def _of_wishes(**changes: object) -> Callable[[Case], Case]:
-    return lambda case: replace(case, wishes=replace(case.wishes, **changes))  # type: ignore[arg-type]
+def _of_constraints(**changes: object) -> Callable[[Case], Case]:
+    return lambda case: replace(case, constraints=replace(case.constraints, **changes))  # type: ignore[arg-type]

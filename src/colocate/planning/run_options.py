@@ -20,8 +20,8 @@ from colocate.engines.registry import engine_of
 from colocate.memory.workload import Sharding, VLLMDemand, Workload
 from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import CONTEXT_BYTES
-from colocate.planning.planner import Case, Planner, Wishes
-from colocate.planning.sharding import Choice, Shard, with_sharding
+from colocate.planning.planner import Case, Constraints, Planner
+from colocate.planning.sharding import Shard, ShardingChoice, with_sharding
 from colocate.policy.attention import cudnn_attention
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
@@ -105,10 +105,10 @@ def _demand_of_trtllm(args: GRPOConfig) -> VLLMDemand:
     )
 
 
-def wishes_of(args: GRPOConfig) -> Wishes:
+def constraints_of(args: GRPOConfig) -> Constraints:
     """The parts of the plan that the user has set."""
     policy: ActivationPolicy | None = None if args.activation_policy == "auto" else args.activation_policy  # type: ignore[assignment]
-    return Wishes(
+    return Constraints(
         activation_policy=policy,
         tokens_per_microbatch=args.max_tokens_per_microbatch,
         logprob_chunk_size=args.logprob_chunk_size,
@@ -143,7 +143,7 @@ def cluster_of(args: GRPOConfig, device: torch.device) -> Cluster:
 
 def sharding_choice(
     shapes: ModelShapes, args: GRPOConfig, parameter_dtype: torch.dtype, device: torch.device
-) -> Choice:
+) -> ShardingChoice:
     """The way in which a run's ranks split the model, chosen before it is loaded.
 
     Every rank comes to the same choice, since it depends on no memory that happens to be free.
@@ -158,7 +158,9 @@ def sharding_choice(
     if workload.optim not in MOMENTS_BYTES:
         workload = replace(workload, optim="adamw_torch_fused")  # few keep more than Adam
     device_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
-    return Case(shapes, workload, device_bytes, wishes_of(args)).sharding_choice(cluster_of(args, device))
+    return Case(shapes, workload, device_bytes, constraints_of(args)).sharding_choice(
+        cluster_of(args, device)
+    )
 
 
 def planner_for(model: nn.Module, args: GRPOConfig, sharding: Sharding | None = None) -> Planner | None:
@@ -182,7 +184,7 @@ def planner_for(model: nn.Module, args: GRPOConfig, sharding: Sharding | None = 
     workload = workload_of(args, shapes, dtype, is_gpu=True, has_cudnn=has_cudnn)
     if sharding is not None:
         workload = with_sharding(shapes, workload, sharding)
-    return Planner(shapes, workload, _device_bytes(parameter.device), wishes_of(args))
+    return Planner(shapes, workload, _device_bytes(parameter.device), constraints_of(args))
 
 
 def _device_bytes(device: torch.device) -> int:

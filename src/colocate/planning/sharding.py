@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShardingChoice:
     """The way that was chosen among those that are possible."""
 
     chosen: Candidate
@@ -70,10 +70,10 @@ def choose_sharding(
     shapes: ModelShapes,
     workload: Workload,
     cluster: Cluster,
-    wish: Shard,
+    shard: Shard,
     plan_of: Callable[[Workload], MemoryPlan],
-) -> Choice:
-    """The split with the shortest predicted step among those that fit; a `wish` other than "auto" is kept.
+) -> ShardingChoice:
+    """The split with the shortest predicted step among those that fit; a `shard` other than "auto" is kept.
 
     A plan that fits with `memory_plan.MARGIN` to spare goes before one that fits without. If nothing fits,
     the split that takes least memory is chosen; where the memory or the GPU's speed is unknown, the smallest
@@ -82,27 +82,27 @@ def choose_sharding(
     Args:
         plan_of: the plan of a workload with its sharding.
     """
-    if wish == "none":
+    if shard == "none":
         only = _candidate(shapes, workload, cluster, Sharding(cluster.num_gpus, 1, False), plan_of)
-        return Choice(only, (only,))
+        return ShardingChoice(only, (only,))
     decode_shard = workload.sharding.decode_shard
     obstacles = {parts: obstacle(shapes, workload, cluster, parts) for parts in NUM_WEIGHT_PARTS}
     possible = [parts for parts, reason in obstacles.items() if reason is None]
-    if wish != "auto" and wish not in possible:
+    if shard != "auto" and shard not in possible:
         raise ValueError(
-            f"shard={wish} splits the weights over {wish} GPUs of a node, which is not possible: "
-            f"{obstacle(shapes, workload, cluster, wish)}. Set shard=auto, or one of "
+            f"shard={shard} splits the weights over {shard} GPUs of a node, which is not possible: "
+            f"{obstacle(shapes, workload, cluster, shard)}. Set shard=auto, or one of "
             f"{', '.join(map(str, possible))}."
         )
     considered = tuple(
         _candidate(
             shapes, workload, cluster, Sharding(cluster.num_gpus, parts, decode_shard=decode_shard), plan_of
         )
-        for parts in (possible if wish == "auto" else [wish])
+        for parts in (possible if shard == "auto" else [shard])
     )
     of_node = {parts: why for parts, why in obstacles.items() if cluster.gpus_per_node % parts == 0}
     impossible = tuple((parts, why) for parts, why in of_node.items() if why is not None)
-    return Choice(_best(considered), considered, impossible if wish == "auto" else ())
+    return ShardingChoice(_best(considered), considered, impossible if shard == "auto" else ())
 
 
 def with_sharding(shapes: ModelShapes, workload: Workload, sharding: Sharding) -> Workload:

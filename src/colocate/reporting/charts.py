@@ -10,7 +10,7 @@ from colocate.reporting.axes import Axis, compact
 from colocate.reporting.axes import percent as as_percent
 from colocate.reporting.curves import course, smooth, smoothing_window
 from colocate.reporting.plots import Plot
-from colocate.reporting.run import Run
+from colocate.reporting.run import RecordedRun
 from colocate.reporting.theme import PHASE_COLORS, color_of
 
 _CHARTED = {"entropy", "kl", "cispo_clip_ratio", "grad_norm", "loss", "learning_rate", "frac_reward_zero_std"}
@@ -25,7 +25,7 @@ class Curve:
     color: str
 
 
-def reward_chart(run: Run, size: tuple[int, int]) -> Plot | None:
+def reward_chart(run: RecordedRun, size: tuple[int, int]) -> Plot | None:
     """Reward by step: its value at each step, the running mean with its standard error, and evaluations.
 
     The band is mean ± std / √n with the unbiased deviation of a step's n completions. It stays within the
@@ -68,7 +68,7 @@ def reward_chart(run: Run, size: tuple[int, int]) -> Plot | None:
 
 
 def metric_chart(
-    run: Run,
+    run: RecordedRun,
     title: str,
     curves: Sequence[Curve],
     *,
@@ -110,7 +110,7 @@ def metric_chart(
     return plot
 
 
-def length_chart(run: Run) -> Plot | None:
+def length_chart(run: RecordedRun) -> Plot | None:
     """Tokens per completion: mean, and from the shortest to the longest."""
     mean = run.metric("completions/mean_length")
     if not _has_data(mean):
@@ -132,7 +132,7 @@ def length_chart(run: Run) -> Plot | None:
     return plot
 
 
-def throughput_chart(run: Run, size: tuple[int, int]) -> Plot | None:
+def throughput_chart(run: RecordedRun, size: tuple[int, int]) -> Plot | None:
     """Prompt and completion tokens per second of wall time.
 
     The running mean weighs each step by its seconds, as the run's own throughput does.
@@ -156,11 +156,11 @@ def throughput_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     return plot
 
 
-def phase_color(run: Run, phase: str) -> str:
+def phase_color(run: RecordedRun, phase: str) -> str:
     return color_of(phase, PHASE_COLORS, [name for name in run.phase_names if name not in PHASE_COLORS])
 
 
-def time_chart(run: Run, size: tuple[int, int]) -> Plot | None:
+def time_chart(run: RecordedRun, size: tuple[int, int]) -> Plot | None:
     """Seconds by phase: one stacked bar per step, or per group of steps where single bars would be too
     thin."""
     names = run.phase_names
@@ -296,7 +296,7 @@ def is_share(metric: str) -> bool:
     return any(chart.percent for chart in _SMALL for curve in chart.curves if curve.metric == metric)
 
 
-def metric_charts(run: Run) -> list[Plot]:
+def metric_charts(run: RecordedRun) -> list[Plot]:
     """The small charts of how the policy learns, as far as the run has data for them."""
     drawn = [reward_functions_chart(run), length_chart(run)]
     for chart in _SMALL:
@@ -305,7 +305,7 @@ def metric_charts(run: Run) -> list[Plot]:
     return [chart for chart in drawn if chart]
 
 
-def other_metric_charts(run: Run) -> list[Plot]:
+def other_metric_charts(run: RecordedRun) -> list[Plot]:
     """Charts of the first 24 metrics that no other chart shows, such as those logged by reward functions."""
     shown = {"reward", "reward_std", "num_tokens", "step_time"}
     shown_groups = ("rewards/", "completions/", "clip_ratio/", "sampling/")
@@ -314,7 +314,7 @@ def other_metric_charts(run: Run) -> list[Plot]:
     return [chart for chart in charts if chart]
 
 
-def reward_functions_chart(run: Run) -> Plot | None:
+def reward_functions_chart(run: RecordedRun) -> Plot | None:
     """The mean of every reward function; the first six if there are more."""
     suffix = "/mean"
     names = [n for n in run.metric_names if n.startswith("rewards/") and n.endswith(suffix)]
@@ -336,5 +336,5 @@ def _has_data(values: Sequence[float]) -> bool:
     return any(math.isfinite(value) for value in values)
 
 
-def _mean_seconds(run: Run, rows: range, phase: str) -> float:
+def _mean_seconds(run: RecordedRun, rows: range, phase: str) -> float:
     return sum(run.seconds_in(phase)[rows.start : rows.stop]) / len(rows)

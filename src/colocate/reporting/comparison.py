@@ -17,7 +17,7 @@ from colocate.reporting.language import lang_attribute
 from colocate.reporting.page import card, controls, page, wide_card
 from colocate.reporting.plots import Plot
 from colocate.reporting.report import NARROW, WIDE, duration
-from colocate.reporting.run import Run, number, read_run
+from colocate.reporting.run import RecordedRun, number, read_run
 
 COMPARISON_FILE = "comparison.html"
 PALETTE = ("blue", "orange", "green", "purple", "gold", "red", "slate", "gray")
@@ -63,7 +63,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path = COMPARIS
     return path
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     """A name for each run, with its directory in front where two have one name."""
     names = [run.name for run in runs]
     return [
@@ -72,7 +72,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _warning(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _warning(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Says which runs were made by different versions, whose curves may differ for that."""
     known = [run.info.get("versions") for run in runs]
     versions = [found if isinstance(found, dict) else {} for found in known]
@@ -88,7 +88,7 @@ def _warning(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f'<p class="facts"><span>The runs were made by different versions.</span>{rows}</p>'
 
 
-def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _table(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in ("run", *_COLUMNS))
     rows = "".join(_row(run, name, color) for run, name, color in zip(runs, names, PALETTE, strict=False))
     return card(
@@ -97,7 +97,7 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
     )
 
 
-def _row(run: Run, name: str, color: str) -> str:
+def _row(run: RecordedRun, name: str, color: str) -> str:
     first, last, count = ends(run.metric("reward"))
     _, held_out = run.eval_metric("eval_reward")
     peaks = [number(span["peak_bytes"]) for spans in run.spans for span in spans]
@@ -116,7 +116,7 @@ def _row(run: Run, name: str, color: str) -> str:
     return f'<tr role="row">{key}{"".join(named)}</tr>'
 
 
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     found = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _LEFT_OUT)
     metrics = [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
     flat = [name for name in metrics if all(_is_zero(run.metric(name)) for run in runs)]
@@ -136,7 +136,7 @@ def _is_zero(values: Sequence[float]) -> bool:
 
 
 def overlay(
-    runs: Sequence[Run], names: Sequence[str], metric: str, size: tuple[int, int] = (360, 230)
+    runs: Sequence[RecordedRun], names: Sequence[str], metric: str, size: tuple[int, int] = (360, 230)
 ) -> Plot:
     """One metric of all runs by step; of long runs the running mean alone, as raw lines hide one another."""
     windows = [0 if metric in _SETTINGS else smoothing_window(len(run.x)) for run in runs]
@@ -161,7 +161,7 @@ def overlay(
     return plot
 
 
-def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _options(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """The options in which the runs differ, and, folded, those that they share."""
     all_options = [_options_of(run) for run in runs]
     every = dict.fromkeys(name for options in all_options for name in options)
@@ -184,7 +184,7 @@ def _option_table(rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> 
     return f'<table class="options"><tr>{head}</tr>{body}</table>'
 
 
-def _options_of(run: Run) -> dict[str, Any]:
+def _options_of(run: RecordedRun) -> dict[str, Any]:
     options = run.info.get("options")
     facts = {name: run.info[name] for name in ("model", "dataset", "device", "commit") if run.info.get(name)}
     return facts | (options if isinstance(options, dict) else {})

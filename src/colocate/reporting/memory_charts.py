@@ -11,13 +11,13 @@ from colocate.reporting.axes import Axis, compact
 from colocate.reporting.charts import phase_color, step_axis
 from colocate.reporting.curves import course
 from colocate.reporting.plots import Plot
-from colocate.reporting.run import Run, finite_or_zero, number
+from colocate.reporting.run import RecordedRun, finite_or_zero, number
 from colocate.reporting.theme import CATEGORY_COLORS, category_label, color_of
 
 GIB = 2**30
 
 
-def rollout_memory_chart(run: Run, size: tuple[int, int]) -> Plot | None:
+def rollout_memory_chart(run: RecordedRun, size: tuple[int, int]) -> Plot | None:
     """The memory of one typical rollout, and of the steps that train on it, over their seconds, by category.
 
     A phase with points is drawn from point to point, any other phase at its fullest moment. Above it are its
@@ -69,7 +69,7 @@ def rollout_memory_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     return plot
 
 
-def _spans_in_a_row(run: Run, steps: Sequence[int]) -> list[list[dict]]:
+def _spans_in_a_row(run: RecordedRun, steps: Sequence[int]) -> list[list[dict]]:
     """The spans of some steps, each step's times counted from the beginning of the first."""
     rows, begin_s = [], 0.0
     for step in steps:
@@ -123,7 +123,7 @@ class MemoryCurve:
     """
 
     def __init__(self, span: dict) -> None:
-        """`span` is one of `Run.spans` that has points."""
+        """`span` is one of `RecordedRun.spans` that has points."""
         points = span["points"]
         self._phase = span["phase"]
         self.xs = [span["start_s"], *(number(point["at_s"]) for point in points), span["end_s"]]
@@ -178,7 +178,7 @@ def _names_in(part: MemoryCurve | dict[str, float]) -> list[str]:
     return held + [name for name, extra in part.transients if extra > 0]
 
 
-def peak_memory_chart(run: Run) -> Plot | None:
+def peak_memory_chart(run: RecordedRun) -> Plot | None:
     """The fullest moment of each phase, by step."""
     names = list(dict.fromkeys(span["phase"] for spans in run.spans for span in spans))
     if not names:

@@ -11,7 +11,7 @@ from typing import Any
 
 from colocate.reporting.charts import reward_chart
 from colocate.reporting.plots import standalone
-from colocate.reporting.run import Run
+from colocate.reporting.run import RecordedRun
 
 _SIZE, _MARGIN = (560, 240), 20
 _REDRAW_S = 2.0
@@ -120,7 +120,7 @@ class LiveChart:
         """
         now = time.monotonic()
         if is_last or not self._image or (self._has_news and now - self._drawn_s > _REDRAW_S):
-            run = Run(Path(), {}, self._steps, self._evaluations, 0)
+            run = RecordedRun(Path(), {}, self._steps, self._evaluations, 0)
             if self._steps and (chart := reward_chart(run, _SIZE)):
                 whole = (side + 2 * _MARGIN for side in _SIZE)
                 encoded = base64.b64encode(

@@ -14,7 +14,7 @@ from colocate.reporting.axes import compact
 from colocate.reporting.curves import ends
 from colocate.reporting.language import lang_attribute
 from colocate.reporting.page import CHART_SCRIPTS, card, controls, page, wide_card
-from colocate.reporting.run import Run, number, read_run
+from colocate.reporting.run import RecordedRun, number, read_run
 from colocate.reporting.samples import first_and_last, logged_completions, viewer
 
 REPORT_FILE = "report.html"
@@ -62,12 +62,12 @@ def duration(seconds: float) -> str:
     return f"{seconds // 60} min {seconds % 60:02d} s" if seconds >= 60 else f"{seconds} s"
 
 
-def reward_ends(run: Run) -> tuple[float, float, int]:
+def reward_ends(run: RecordedRun) -> tuple[float, float, int]:
     """(mean reward of the first n steps, of the last n, n), where n is a tenth of the run, ten at most."""
     return ends(run.metric("reward"))
 
 
-def _header(run: Run) -> str:
+def _header(run: RecordedRun) -> str:
     versions = run.info.get("versions")
     last = run.x[-1]
     facts = [
@@ -80,7 +80,7 @@ def _header(run: Run) -> str:
     return f'<h1{lang_attribute(run.name)}>{escape(run.name)}</h1><p class="facts">{shown}</p>'
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     first, last, count = reward_ends(run)
     tiles = []
     if count:
@@ -116,7 +116,7 @@ def _tiles(run: Run) -> str:
     )
 
 
-def _warnings(run: Run) -> str:
+def _warnings(run: RecordedRun) -> str:
     if not run.warnings:
         return ""
     shown = "".join(
@@ -126,7 +126,7 @@ def _warnings(run: Run) -> str:
     return f'<h2>Warnings</h2><div class="card warnings">{shown}</div>'
 
 
-def _learning(run: Run) -> str:
+def _learning(run: RecordedRun) -> str:
     wide, narrow = charts.reward_chart(run, WIDE), charts.reward_chart(run, NARROW)
     small = charts.metric_charts(run)
     parts = ["<h2>How it learned</h2>", wide_card(wide, narrow)]
@@ -142,7 +142,7 @@ def _learning(run: Run) -> str:
     return "".join(parts) if wide or small or others else ""
 
 
-def _time(run: Run) -> str:
+def _time(run: RecordedRun) -> str:
     wide, narrow = charts.time_chart(run, WIDE), charts.time_chart(run, NARROW)
     if wide is None:
         return ""
@@ -151,7 +151,7 @@ def _time(run: Run) -> str:
     return f'<h2>Where the time went</h2>{wide_card(wide, narrow)}<div class="grid3 gap">{cards}</div>'
 
 
-def _share_of_time(run: Run) -> str:
+def _share_of_time(run: RecordedRun) -> str:
     totals, wall = run.phase_totals, sum(run.wall_s)
     names = run.phase_names
     bar = "".join(
@@ -175,7 +175,7 @@ def _share_of_time(run: Run) -> str:
     return f'<h3>Share of the run</h3><div class="share">{bar}</div><table>{head}{"".join(rows)}</table>'
 
 
-def _memory(run: Run) -> str:
+def _memory(run: RecordedRun) -> str:
     wide, narrow = (
         memory_charts.rollout_memory_chart(run, TWO_THIRDS),
         memory_charts.rollout_memory_chart(run, NARROW),
@@ -212,7 +212,7 @@ def _clipped(text: str) -> str:
     return escape(text[:MAX_TEXT] + more)
 
 
-def _origin(run: Run) -> str:
+def _origin(run: RecordedRun) -> str:
     """The card with the command, the commit and the options, as far as `run.json` has them."""
     command, commit, options = (run.info.get(name) for name in ("command", "commit", "options"))
     parts = []
@@ -236,7 +236,7 @@ def _one_line(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _footer(run: Run) -> str:
+def _footer(run: RecordedRun) -> str:
     facts = [f"Drawn by colocate from {len(run.steps):,} steps and {len(run.evals):,} evaluations."]
     if run.num_unreadable:
         facts.append(f"{run.num_unreadable:,} unreadable lines of the record were left out.")

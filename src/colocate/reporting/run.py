@@ -21,7 +21,7 @@ MAX_STEPS_DRAWN = 8
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The records of one run. Entries that are missing or not numbers are read as NaN."""
 
     directory: Path
@@ -206,7 +206,7 @@ class Run:
         return (record for record in _read_objects(self.directory / COMPLETIONS_FILE) if record is not None)
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path) -> RecordedRun:
     """Read a run's directory.
 
     Raises:
@@ -234,7 +234,9 @@ def read_run(run_dir: str | Path) -> Run:
             f"{num_unreadable} unreadable lines): the run has not finished its first step."
         )
     ordered = [steps[step] for step in sorted(steps)]
-    return Run(directory, _read_info(directory), ordered, [evals[s] for s in sorted(evals)], num_unreadable)
+    return RecordedRun(
+        directory, _read_info(directory), ordered, [evals[s] for s in sorted(evals)], num_unreadable
+    )
 
 
 def number(value: Any) -> float:

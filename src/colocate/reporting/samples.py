@@ -11,7 +11,7 @@ from typing import Any
 from colocate.reporting.completions import as_text
 from colocate.reporting.language import language_of
 from colocate.reporting.page import card
-from colocate.reporting.run import Run, number
+from colocate.reporting.run import RecordedRun, number
 from colocate.reporting.run_log import strict_json
 
 MAX_BYTES = 8 * 2**20
@@ -19,7 +19,7 @@ MAX_BYTES = 8 * 2**20
 _COLUMNS = {"step", "prompt", "completion", "advantage"}
 
 
-def logged_completions(run: Run) -> list[dict[str, Any]]:
+def logged_completions(run: RecordedRun) -> list[dict[str, Any]]:
     """All that is known of the completions, in the order of steps.
 
     With `log_completions=True` these are all of each logged step, else the few that every run samples. Each
@@ -35,7 +35,7 @@ def first_and_last(records: list[dict[str, Any]], most: int) -> list[list[dict[s
     return [step[:most] for step in (steps if len(steps) < 2 else [steps[0], steps[-1]])]
 
 
-def _of_samples(run: Run) -> Iterator[dict[str, Any]]:
+def _of_samples(run: RecordedRun) -> Iterator[dict[str, Any]]:
     for record in run.completions():
         rewards = record.get("rewards")
         scores = {**(rewards if isinstance(rewards, dict) else {}), "advantage": record.get("advantage")}

@@ -43,7 +43,7 @@ from colocate.parallel.mesh import Mesh
 from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
-from colocate.planning.run_options import planner_for, wishes_of
+from colocate.planning.run_options import constraints_of, planner_for
 from colocate.policy.checks.forward_check import check_forward_pass
 from colocate.policy.model.forward import router_loss_coef
 from colocate.policy.model.loading import load_tokenizer, prepare_model, stop_token_ids
@@ -189,7 +189,7 @@ def build_policy(
         model,
         optimizer,
         temperature=args.temperature,
-        plan=choose_fixed_plan(wishes_of(args)) if planner is None else first_plan(planner),
+        plan=choose_fixed_plan(constraints_of(args)) if planner is None else first_plan(planner),
         planner=planner,
         share_prompts=args.share_prompts,
         max_grad_norm=args.max_grad_norm,

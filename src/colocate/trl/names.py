@@ -77,7 +77,7 @@ NOT_OVERRIDDEN: dict[str, str] = {
 """Methods that a subclass would define in vain, since they are never called."""
 
 
-class Option:
+class ArgsOption:
     """An attribute of the trainer that returns an option of `args`, as TRL's trainers have it.
 
     It cannot be set: the parts of the run have read the option when they were made.
@@ -159,30 +159,30 @@ class TRLNames:
 
     # ── Options ──────────────────────────────────────────────────────────────────────────────────────────
 
-    num_generations = Option()
-    num_iterations = Option()
-    max_completion_length = Option()
-    chat_template_kwargs = Option()
-    temperature = Option()
-    top_p = Option()
-    top_k = Option()
-    min_p = Option()
-    repetition_penalty = Option()
-    use_vllm = Option()
-    use_transformers_continuous_batching = Option()
-    vllm_mode = Option()
-    beta = Option()
-    loss_type = Option()
-    epsilon_low = Option("epsilon")
-    scale_rewards = Option()
-    importance_sampling_level = Option()
-    multi_objective_aggregation = Option()
-    off_policy_mask_threshold = Option()
-    mask_truncated_completions = Option()
-    top_entropy_quantile = Option()
-    use_adaptive_entropy = Option()
-    shuffle_dataset = Option()
-    log_completions = Option()
+    num_generations = ArgsOption()
+    num_iterations = ArgsOption()
+    max_completion_length = ArgsOption()
+    chat_template_kwargs = ArgsOption()
+    temperature = ArgsOption()
+    top_p = ArgsOption()
+    top_k = ArgsOption()
+    min_p = ArgsOption()
+    repetition_penalty = ArgsOption()
+    use_vllm = ArgsOption()
+    use_transformers_continuous_batching = ArgsOption()
+    vllm_mode = ArgsOption()
+    beta = ArgsOption()
+    loss_type = ArgsOption()
+    epsilon_low = ArgsOption("epsilon")
+    scale_rewards = ArgsOption()
+    importance_sampling_level = ArgsOption()
+    multi_objective_aggregation = ArgsOption()
+    off_policy_mask_threshold = ArgsOption()
+    mask_truncated_completions = ArgsOption()
+    top_entropy_quantile = ArgsOption()
+    use_adaptive_entropy = ArgsOption()
+    shuffle_dataset = ArgsOption()
+    log_completions = ArgsOption()
 
     @property
     def num_generations_eval(self) -> int:
