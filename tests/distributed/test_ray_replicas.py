@@ -139,6 +139,7 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     assert [pid for pid in (first.pid, second.pid) if Path(f"/proc/{pid}/cmdline").exists()] == []
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     make_run, cluster, vllm, monkeypatch, capsys
 ):

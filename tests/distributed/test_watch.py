@@ -64,6 +64,7 @@ def test_a_rank_that_raises_is_named_with_its_error(tmp_path):
     assert "in end" in text and "nobody has noticed" not in text  # the traceback's last lines
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_is_named_by_the_one_that_waits(tmp_path):
     codes, text = run_ranks("ends", tmp_path)
     assert codes == [1, 0]
@@ -72,6 +73,7 @@ def test_a_rank_that_ends_is_named_by_the_one_that_waits(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_who_saves_a_part_alone_is_told_that_all_must_save(tmp_path):
     codes, text = run_ranks("saves", tmp_path)
     assert codes == [1, 0]
@@ -93,6 +95,7 @@ def test_a_trainer_whose_collective_breaks_says_why(tmp_path):
     check_told(text, "after step 1", "has died")
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_told_before_the_agent_ends_all(tmp_path):
     run = start(*TORCHRUN, WORKER, "killed", tmp_path)
     out, errors = run.communicate(timeout=TIMEOUT_S)

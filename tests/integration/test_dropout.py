@@ -44,11 +44,19 @@ def trained(tmp_path, make, **options):
     return trainer
 
 
-@MODELS
+VESPO, MASK = {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.01}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.01}],
-    ids=["sequence ratios", "vespo", "off-policy mask"],
+    ("make", "options"),
+    [
+        (with_own_dropout, {}),
+        (with_lora_dropout, {}),
+        (with_own_dropout, VESPO),
+        (with_lora_dropout, MASK),
+        pytest.param(with_lora_dropout, VESPO, marks=pytest.mark.slow),
+        pytest.param(with_own_dropout, MASK, marks=pytest.mark.slow),
+    ],
 )
 def test_dropout_is_not_taken_for_a_mismatch(tmp_path, make, options, caplog):
     compared = trained(tmp_path / "compared", make, **options)

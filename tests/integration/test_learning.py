@@ -44,7 +44,11 @@ def unfiltered_gain(output_dir) -> float:
 
 @pytest.mark.parametrize(
     "filters",
-    [dict(top_k=20), dict(top_p=0.9), dict(min_p=0.05), dict(repetition_penalty=1.3)],
+    [
+        dict(top_p=0.9),
+        dict(repetition_penalty=1.3),
+        *(pytest.param(filters, marks=pytest.mark.slow) for filters in (dict(top_k=20), dict(min_p=0.05))),
+    ],
     ids=lambda filters: "-".join(filters),
 )
 def test_filters_do_not_hinder_learning(tmp_path, tmp_path_factory, filters):
@@ -53,7 +57,13 @@ def test_filters_do_not_hinder_learning(tmp_path, tmp_path_factory, filters):
     assert gain(rewards(tmp_path, **filters)) > 0.6 * expected
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        pytest.param(name, marks=[] if name in ("dapo", "cispo", "vespo") else pytest.mark.slow)
+        for name in LOSSES
+    ],
+)
 def test_every_loss_learns_with_all_else_at_its_default(tmp_path, loss_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of defaults that are TRL's, but not the paper's

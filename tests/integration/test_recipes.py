@@ -92,7 +92,20 @@ def test_a_recipe_fits_the_gpus_that_it_names(recipe, models, capsys):
     assert options["output_dir"] == f"runs/{recipe.stem}"
 
 
-@each_recipe
+TRAINED_IN_EVERY_RUN = (
+    *("countdown-llama-3.2-3b-lora", "countdown-qwen3-0.6b-full", "dapo-math-qwen2.5-7b-full"),
+    *("dapo-math-qwen3-14b-lora", "gsm8k-qwen2.5-7b-qlora"),
+)
+"""Of each task, family and way one."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in TRAINED_IN_EVERY_RUN else pytest.mark.slow)
+        for file in RECIPES
+    ],
+)
 def test_a_small_twin_takes_two_steps(recipe, models, tmp_path, monkeypatch):
     """The recipe's own options, but a tiny model of the family, local rows, short texts and a small batch."""
     monkeypatch.chdir(tmp_path)

@@ -90,7 +90,7 @@ def _shared(number: int) -> NativeServer:
     return server
 
 
-def make_native_server_pool(model: Any, num_servers: int) -> EnginePool:
+def make_native_server_pool(model: Any, num_engines: int) -> EnginePool:
     """For the contract suite: a pool of the engines of so many servers, which all tests share."""
     run_id = os.urandom(8).hex()
     return EnginePool(
@@ -99,6 +99,6 @@ def make_native_server_pool(model: Any, num_servers: int) -> EnginePool:
                 model, base_url=_shared(number).base_url, run_id=run_id, bucket_bytes=20_000,
                 patience=PATIENCE,
             )
-            for number in range(num_servers)
+            for number in range(num_engines)
         ]
     )  # fmt: skip

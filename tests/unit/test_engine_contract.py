@@ -127,25 +127,23 @@ def native_pool(model: Any, num_engines: int) -> EnginePool:
     return EnginePool([NativeReplica(model, max_num_seqs=4, page_size=4) for _ in range(num_engines)])
 
 
+def pools(*numbers: int) -> dict[str, EngineCase]:
+    """Of engines in this process, and of native servers, so many in each."""
+    in_process = EngineCase(lambda: make_model("qwen3"), native_pool, is_exact=False)
+    servers = dataclasses.replace(
+        in_process, make_engine=make_native_server_pool, shares_weights=False, is_kept=True
+    )
+    return {
+        f"{name}-{number}": dataclasses.replace(
+            case, make_engine=functools.partial(case.make_engine, num_engines=number)
+        )
+        for name, case in (("pool-of", in_process), ("native-servers", servers))
+        for number in numbers
+    }
+
+
 ENGINES = {
-    **{
-        f"pool-of-{number}": EngineCase(
-            lambda: make_model("qwen3"),
-            functools.partial(native_pool, num_engines=number),
-            is_exact=False,
-        )
-        for number in (1, 2, 3)
-    },
-    **{
-        f"native-servers-{number}": EngineCase(
-            lambda: make_model("qwen3"),
-            functools.partial(make_native_server_pool, num_servers=number),
-            shares_weights=False,
-            is_exact=False,
-            is_kept=True,
-        )
-        for number in (1, 2, 3)
-    },
+    **pools(2),
     "native": EngineCase(
         lambda: make_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
@@ -179,6 +177,7 @@ ENGINES = {
         shares_weights=False,
     ),
 }
+POOLS_OF_OTHER_SIZES = pools(1, 3)
 ENGINES_ON_GPU = {
     # Sides of matrices that products in 8 bits have.
     "native-fp8-cuda": EngineCase(
@@ -257,6 +256,7 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0)
 def cases() -> Iterator[Any]:
     groups = (
         (ENGINES, ()),
+        (POOLS_OF_OTHER_SIZES, (pytest.mark.slow,)),
         (ENGINES_ON_GPU, (pytest.mark.gpu,)),
         (ENGINES_WITH_VLLM, (pytest.mark.vllm,)),
         (ENGINES_WITH_SEVERAL_SERVERS, (pytest.mark.vllm, pytest.mark.slow)),
