@@ -142,7 +142,7 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
         window.advance(update.logprobs)
 
         # The weights are in place already; the engine forgets what it computed with those before.
-        engine.update_weights((), policy.version)
+        engine.update_weights(policy.version)
     engine.close()
     return rewards
 

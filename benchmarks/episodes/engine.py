@@ -132,7 +132,7 @@ def measure(
     for number in range(repetitions + 1):
         for name, way in ways.items():
             # What is remembered of earlier prompts belongs to an earlier policy.
-            engine.update_weights([], version=engine.policy_version + 1)
+            engine.update_weights(version=engine.policy_version + 1)
             count.num_tokens = 0
             start_s = time.perf_counter()
             num_tokens = way(number)

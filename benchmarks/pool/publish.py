@@ -158,7 +158,7 @@ def _publish(pool: EnginePool, model: Any, version: int) -> float:
     """Seconds until all servers have the model's weights, with the turns that colocated ones take."""
     pool.sleep()
     begin_s = time.perf_counter()
-    pool.update_weights(model.named_parameters(), version)
+    pool.update_weights(version)
     pool.wake_up()
     return time.perf_counter() - begin_s
 

@@ -76,7 +76,7 @@ def pool_of(model: Any, addresses: list[str]) -> Iterator[EnginePool]:
     engines = [RolloutServerEngine(model, base_url=url, run_id="run", patience=patience) for url in addresses]
     pool = EnginePool(engines)
     pool.wake_up()
-    pool.update_weights(model.named_parameters(), 1)
+    pool.update_weights(1)
     try:
         yield pool
     finally:

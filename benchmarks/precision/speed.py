@@ -44,7 +44,7 @@ def model_of(size: str) -> Qwen2ForCausalLM:
 
 def begin(engine: NativeEngine, case: Case, seed: int) -> list[int]:
     """Submit all of the case's sequences, none of whose prompts is remembered; returns their numbers."""
-    engine.update_weights([], version=engine.policy_version + 1)
+    engine.update_weights(version=engine.policy_version + 1)
     prompts = [Prompt(tuple(ids), key, range(case.num_generations)) for key, ids in enumerate(case.prompts())]
     return engine.submit(prompts, SamplingParams(case.completion_tokens, temperature=1.0, seed=seed))
 

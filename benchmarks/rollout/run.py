@@ -59,7 +59,7 @@ class Native:
         from colocate.types import Prompt, SamplingParams
 
         # What an engine may remember of earlier prompts belongs to an earlier policy.
-        self.engine.update_weights([], version=self.engine.policy_version + 1)
+        self.engine.update_weights(version=self.engine.policy_version + 1)
         requests = [
             Prompt(tuple(ids), key, range(len(some)), tuple(some))
             for key, (ids, some) in enumerate(zip(prompts, limits, strict=True))

@@ -239,22 +239,16 @@ def make_trainer(trainer_class: Any, args: Any, options: argparse.Namespace, wor
     return trainer
 
 
-def watch_engine(engine: Any) -> Callable[[], dict[str, Any]]:
+def watch_engine(engine: Any, model: Any) -> Callable[[], dict[str, Any]]:
     """Measure the engine's methods from now on; what is returned takes what came since it was last called."""
-    stopwatch, sent_bytes, update_weights = Stopwatch(), [0], engine.update_weights
-
-    def counted_update(named_tensors: Any, version: int) -> None:
-        tensors = list(named_tensors)
-        sent_bytes[0] = sum(tensor.nbytes for _, tensor in tensors)
-        update_weights(tensors, version)
-
-    engine.update_weights = counted_update
+    stopwatch = Stopwatch()
     for method in ENGINE_METHODS:
         if hasattr(engine, method):
             stopwatch.watch(engine, method)
 
-    # vLLM counts what it copies, which is less than it is offered.
-    return lambda: stopwatch.take() | {"published_bytes": getattr(engine, "published_bytes", sent_bytes[0])}
+    # vLLM counts what it copies, which is less than all of a model with an adapter.
+    num_bytes = 0 if engine.shares_weights else sum(parameter.nbytes for parameter in model.parameters())
+    return lambda: stopwatch.take() | {"published_bytes": getattr(engine, "published_bytes", num_bytes)}
 
 
 def colocate_trainer(options: argparse.Namespace, work: Work, directory: str) -> Any:
@@ -271,7 +265,7 @@ def colocate_trainer(options: argparse.Namespace, work: Work, directory: str) ->
 def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
     trainer = colocate_trainer(options, work, directory)
     args = trainer.args
-    take_watched = watch_engine(trainer.engine) if options.watch_engine else lambda: {}
+    take_watched = watch_engine(trainer.engine, trainer.model) if options.watch_engine else lambda: {}
     watched: list[dict[str, Any]] = []
     keeps_all = [False] * args.max_steps
     if options.keep != "learnt":

@@ -122,9 +122,8 @@ def take_step(run: Run) -> Step:
 
 
 def publish(run: Run) -> None:
-    """Make the engine use the new weights: shared weights are in place already, others are handed over."""
-    weights = () if run.engine.shares_weights else run.model.named_parameters()
-    run.engine.update_weights(weights, run.policy.version)
+    """Make the engine use the new weights: shared weights are in place already, of others it makes a copy."""
+    run.engine.update_weights(run.policy.version)
 
 
 def publish_changes(run: Run) -> None:

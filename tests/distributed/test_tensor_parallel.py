@@ -151,7 +151,7 @@ def test_ranks_that_gather_weights_draw_what_one_rank_does(directory, case, num_
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
-    engine.update_weights((), 1)
+    engine.update_weights(1)
     expected["after a step"] = plain(engine.generate(PROMPTS, SAMPLINGS["greedy"]))
     assert expected["after a step"] != expected["greedy"]
     for first in range(0, 4, int(num_weight_parts)):

@@ -234,7 +234,7 @@ def test_after_optimizer_steps_the_captured_graphs_use_the_new_weights(start_eng
         engine.sleep()
         train_steps(model, optimizer)
         engine.wake_up()
-        engine.update_weights([], version=version)
+        engine.update_weights(version=version)
         after = greedy(engine, RAGGED)
         assert after == greedy_references(model, RAGGED)
         assert after != before
@@ -262,7 +262,7 @@ def test_weights_that_are_read_ahead_are_those_of_the_moment(start_engine, monke
         engine.sleep()
         train_steps(model, optimizer)
         engine.wake_up()
-        engine.update_weights([], version=version)
+        engine.update_weights(version=version)
         found.append(greedy(engine, RAGGED))
         states.append({name: value.clone() for name, value in model.state_dict().items()})
     assert streams or torch.cuda.get_device_capability()[0] != 9
@@ -330,7 +330,7 @@ def test_200_turns_of_rollout_and_training(start_engine):
         engine.sleep()
         assert engine.kv_cache_bytes == 0
         train_steps(model, optimizer, num_steps=1)
-        engine.update_weights([], version=cycle + 1)
+        engine.update_weights(version=cycle + 1)
         if cycle == 4:  # graphs are captured, and libraries have their workspaces
             optimizer.zero_grad()
             asleep_before = memory_in_use()
@@ -416,7 +416,7 @@ def test_a_conversation_finds_its_earlier_turns(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        engine.update_weights((), version + 1)
+        engine.update_weights(version + 1)
         context = context[:70]
 
 

@@ -53,7 +53,7 @@ def test_each_publication_is_what_the_server_draws_with(served):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         before = torch.cuda.mem_get_info()[0]
         engine.sleep()
-        engine.update_weights(model.named_parameters(), version)
+        engine.update_weights(version)
         engine.wake_up()
         assert engine._pusher._transport_is_to and type(engine._pusher._transport).__name__ == "IpcTransport"
         completions = greedy_completions(engine, prompts, 9)

@@ -108,7 +108,7 @@ def test_shared_weights_publish_nothing_over_many_updates(start, name, engine_kw
     assert set(inside) <= trainers
     for version in range(1, 8):
         renew(model, version)
-        engine.update_weights((), version)
+        engine.update_weights(version)
         check_greedy_awake(engine, model)
         assert engine.published_bytes == 0
 
@@ -145,7 +145,7 @@ def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, le
     engine._llm.sleep = lambda level: levels.append(level) or sleep(level=level)
     for version in range(1, 51):
         renew(model, version)
-        engine.update_weights((), version)
+        engine.update_weights(version)
         engine.wake_up()
         check_greedy(engine, model)
         engine.wake_up()
@@ -240,7 +240,7 @@ def test_without_sleep_mode_everything_stays(start):
     engine = start(model, enable_sleep_mode=False, weights="buckets", engine_kwargs=EAGER)
     for version in (1, 2):
         renew(model, version)
-        engine.update_weights((), version)
+        engine.update_weights(version)
         check_greedy_awake(engine, model)
 
 
@@ -256,7 +256,7 @@ def test_a_model_without_a_layout_gets_its_share_by_itself(start):
         check_greedy_awake(engine, model)
         with torch.no_grad():
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
-        engine.update_weights((), version)
+        engine.update_weights(version)
 
 
 @pytest.mark.multi_gpu

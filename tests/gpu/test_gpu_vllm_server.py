@@ -83,7 +83,7 @@ def test_every_push_arrives(case, bucket_bytes, caplog):
                 for parameter in filter(lambda p: p.ndim > 1, model.parameters()):
                     parameter.normal_(0, 0.25)
             assert shortfall(model, engine) > 4 * ATOL, "the change is too small to tell the weights apart"
-            engine.update_weights(model.named_parameters(), version)
+            engine.update_weights(version)
             assert shortfall(model, engine) < ATOL
     finally:
         engine.close()
@@ -109,7 +109,7 @@ def test_a_server_killed_within_a_push_leaves_the_trainer_alive(case, monkeypatc
 
         monkeypatch.setattr(Workers, "start", start)
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
-            engine.update_weights(model.named_parameters(), version=1)
+            engine.update_weights(version=1)
         # The GPU and its present stream are in order: nothing of the broadcast is left in the way.
         assert float((torch.ones(8, device="cuda:0") * 2).sum()) == 16
     finally:

@@ -339,7 +339,7 @@ def native_server() -> Iterator[NativeServer]:
     server = NativeServer(model)
     engine = RolloutServerEngine(model, base_url=server.base_url, run_id="run", bucket_bytes=2**15)
     engine.wake_up()
-    engine.update_weights(model.named_parameters(), 1)
+    engine.update_weights(1)
     yield server
     engine.close()
     server.close()

@@ -54,8 +54,8 @@ class Watch:
                 self.samples.append(rollout.samples)
             return rollout
 
-        def updated(tensors, version):
-            update(tensors, version)
+        def updated(version):
+            update(version)
             self.weights[version] = self._weights()
 
         monkeypatch.setattr(run.judge, "score", scored)

@@ -107,7 +107,7 @@ def test_greedy_after_each_of_two_publishes(engine, model):
     assert_greedy_is_the_trainers(engine, model)
     for version in (1, 2):
         perturb(model, version)
-        engine.update_weights(model.named_parameters(), version)
+        engine.update_weights(version)
         assert_greedy_is_the_trainers(engine, model)
         assert engine.policy_version == version
 
@@ -119,7 +119,7 @@ def test_turns_are_taken_by_vllms_own_routes(engine, model):
         engine.sleep()
         assert engine._ask("/is_paused") == {"is_paused": True}
         perturb(model, version)
-        engine.update_weights(model.named_parameters(), version)
+        engine.update_weights(version)
         engine.wake_up()
         assert engine._ask("/is_paused") == {"is_paused": False}
         assert_greedy_is_the_trainers(engine, model)
@@ -152,7 +152,7 @@ def test_an_adapter_is_published_merged(model):
             with torch.no_grad():
                 for parameter in (p for p in adapted.parameters() if p.requires_grad):
                     parameter.mul_(1.3)
-            engine.update_weights(adapted.named_parameters(), version)
+            engine.update_weights(version)
             assert_greedy_is_the_trainers(engine, adapted)
     finally:
         engine.close()
@@ -210,7 +210,7 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
     try:
         for version in (1, 2):
             perturb(model, version)
-            engine.update_weights(model.named_parameters(), version)
+            engine.update_weights(version)
             assert_greedy_is_the_trainers(engine, model)
         attacker.join()
         assert {name: status for name, (status, _) in answers.items() if status not in (401, 403)} == {}
@@ -332,7 +332,7 @@ def test_killed_within_a_rollout_and_within_a_publish_and_ended_by_ctrl_c(tied_m
 
         monkeypatch.setattr(Workers, "start", start)
         perturb(model, 5)
-        engine.update_weights(model.named_parameters(), version=1)
+        engine.update_weights(version=1)
         assert num_sent, "the push had fewer than three chunks"
         assert_greedy_is_the_trainers(engine, model)
     finally:
@@ -356,7 +356,7 @@ def test_ready_is_said_once_and_killed_without_waiting_is_an_error_with_a_remedy
         ):
             engine.generate(make_prompts([5] * 64, 4), SamplingParams(max_tokens=120))
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
-            engine.update_weights(model.named_parameters(), version=1)
+            engine.update_weights(version=1)
     finally:
         engine.close()
     with pytest.raises(ServerUnreachable, match="colocate rollout-serve"):

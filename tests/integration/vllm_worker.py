@@ -72,8 +72,7 @@ def rounds(engine: VLLMEngine, model: Any, prompts: list[Any], num_rounds: int) 
     for version in range(num_rounds):
         if version:
             perturb(model, version)
-            tensors = () if engine.shares_weights else model.named_parameters()
-            engine.update_weights(tensors, version)
+            engine.update_weights(version)
         engine.wake_up()
         completions = engine.generate(prompts, GREEDY)
         owners = [prompt for prompt in prompts for _ in prompt.samples]

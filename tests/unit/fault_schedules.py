@@ -108,7 +108,7 @@ class Fleet:
         with torch.no_grad():
             self.model.lm_head.weight.add_(0.5)
         for engine in (pool, self.alone):
-            engine.update_weights(self.model.named_parameters(), version)
+            engine.update_weights(version)
 
     def check(self, drawn: Sequence[Completion], expected: Sequence[Completion]) -> None:
         """Compare what a pool has drawn with what the engine that is sound draws."""

@@ -315,16 +315,12 @@ def asleep(case, model, kept) -> Iterator[RolloutEngine]:
     if kept.engine is None:
         kept.engine = case.make_engine(model)
     kept.engine.sleep()
-    publish(kept.engine, model, version=0)
+    kept.engine.update_weights(version=0)
     yield kept.engine
     try:
         kept.engine.wake_up()
     except RuntimeError:  # closed
         kept.engine = None
-
-
-def publish(engine: RolloutEngine, model: Any, version: int) -> None:
-    engine.update_weights([] if engine.shares_weights else model.named_parameters(), version)
 
 
 @pytest.fixture
@@ -560,7 +556,7 @@ def test_asleep_it_keeps_no_more_than_it_may(engine, case):
 
 def test_policy_version_is_stamped(engine, model):
     assert {c.policy_version for c in generate(engine, [3, 3])} == {0}
-    publish(engine, model, version=7)
+    engine.update_weights(version=7)
     assert engine.policy_version == 7
     assert {c.policy_version for c in generate(engine, [3, 3])} == {7}
 
@@ -576,22 +572,13 @@ def test_weights_updated_in_place_are_used_once_published(engine, model, case, i
             for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
                 parameter.add_(noise.to(parameter.device), alpha=0.1)
-        publish(engine, model, version)
+        engine.update_weights(version)
         engine.wake_up()
         after = generate(engine, [6, 9], temperature=0)
         expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
         assert [list(c.token_ids) for c in after] == expected
         assert [c.token_ids for c in after] != [c.token_ids for c in before]
         before = after
-
-
-def test_only_a_sharing_engine_refuses_tensors(engine, model):
-    if engine.shares_weights:
-        with pytest.raises(ValueError, match="trainer's own parameters"):
-            engine.update_weights(model.named_parameters(), version=1)
-    else:
-        engine.update_weights(model.named_parameters(), version=1)
-        assert engine.policy_version == 1
 
 
 def test_training_sees_no_side_effect(engine, model):

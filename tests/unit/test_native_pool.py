@@ -91,8 +91,8 @@ class NativeFleet(Fleet):
     def update(self, pool: EnginePool, version: int) -> None:
         with torch.no_grad():
             self.model.lm_head.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(version))
-        pool.update_weights(self.model.named_parameters(), version)
-        self.alone.update_weights((), version)
+        pool.update_weights(version)
+        self.alone.update_weights(version)
 
     def check(self, drawn: Sequence[Completion], expected: Sequence[Completion]) -> None:
         """Log-probs are equal but for roundings: which sequences share a step depends on when they come."""

@@ -101,7 +101,7 @@ class Client:
 
 def published(engine: RolloutServerEngine, model: Any, version: int) -> str:
     """Send the model's weights; returns their name."""
-    engine.update_weights(model.named_parameters(), version)
+    engine.update_weights(version)
     return engine._token
 
 

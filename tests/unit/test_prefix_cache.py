@@ -197,7 +197,7 @@ class Conversations:
                     assert token_ids == asked.token_ids[: len(token_ids)]
                 asked.token_ids, asked.logprobs = token_ids, logprobs
         change_weights(self.models, self.version)
-        self.engine.update_weights((), self.version)
+        self.engine.update_weights(self.version)
         assert not self.engine._cache.pool.has_names
         for asked in under_way:
             self.go_on_alone(asked)
@@ -214,7 +214,7 @@ class Conversations:
         if publishes:
             self.version += 1
             change_weights(self.models, self.version)
-            self.engine.update_weights((), self.version)
+            self.engine.update_weights(self.version)
             for asked in [*self.asked.values(), *self.resting.values()]:
                 asked.is_known = False
         other = Prompt(BEGINNINGS[2][:length], 10_000, max_tokens=(3,))
@@ -369,7 +369,7 @@ def test_of_what_was_before_nothing_is_found(forget):
     assert [found_and_right(engine, prompt) for _ in range(2)] == [0, 12]
     if forget == "update":
         change_weights([model], 1)
-        engine.update_weights((), 1)
+        engine.update_weights(1)
     else:
         engine.sleep(2**30 if forget == "sleep_that_keeps_memory" else 0)
         engine.wake_up()
@@ -385,7 +385,7 @@ def test_pages_that_older_weights_have_filled_in_part_are_nobody_elses():
         engine.poll()
     aside = engine.set_aside()
     change_weights([model], 1)
-    engine.update_weights((), 1)
+    engine.update_weights(1)
     engine.take_back(aside)
     assert {*drained(engine)[number].versions} == {0, 1}, "it has not gone on"
     engine.abort([number])

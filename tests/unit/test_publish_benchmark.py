@@ -51,7 +51,7 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     def change(number: int) -> None:
         with torch.no_grad():
             model.lm_head.weight.add_(1.0)
-        sound.update_weights(model.named_parameters(), number)
+        sound.update_weights(number)
 
     def shortfall(completions: Sequence[Completion]) -> float:
         """0 for what a sound server draws of the present weights."""
@@ -103,7 +103,7 @@ def test_what_goes_through_the_host_is_counted_whatever_carries_it(name, monkeyp
     )
     pushes = publish.Pushes()
     with pushes.timed():
-        engine.update_weights(model.named_parameters(), 1)
+        engine.update_weights(1)
     loaded = sum(fake.loaded.weights[weight].nbytes for weight in fake.loaded.num_loads)
     engine.close()
     fake.close()

@@ -239,7 +239,7 @@ def test_weights_in_8_bits_are_the_trainers_of_now():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    engine.update_weights([], version=1)
+    engine.update_weights(version=1)
     engine.wake_up()
     after = engine.generate(prompts, sampling)
     engine.close()

@@ -89,7 +89,7 @@ def test_a_router_that_changes_its_mind_later_ends_the_run(model, servers, tmp_p
     router._next = itertools.cycle(servers[:2])
     router.num_passed[servers[1].base_url] = 0
     with pytest.raises(SeveralServers, match="leads to 2 servers in turn"):
-        engine.update_weights(model.named_parameters(), version=1)
+        engine.update_weights(version=1)
     for part in (engine, alone, router):
         part.close()
 

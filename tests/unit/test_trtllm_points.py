@@ -161,7 +161,7 @@ def test_point_2_handles_are_by_gpu_and_name(engine, model):
 @pytest.mark.parametrize("when", ["before any chunk", "in the middle", "at the end"])
 def test_point_3_an_error_leaves_the_old_version_whole_or_nothing_to_serve(engine, model, when):
     engine.wake_up()
-    engine.update_weights([], version=1)
+    engine.update_weights(version=1)
     old = greedy_completions(engine, make_prompts([5]), 9)
     move(model, 1)
     call(engine, "begin", 2)
@@ -189,7 +189,7 @@ def test_point_3_an_error_leaves_the_old_version_whole_or_nothing_to_serve(engin
         for version in (1, 2):
             with pytest.raises(RuntimeError, match=r"has weights of version None"):
                 call(engine, "submit", "turns-0", version, [request(0, 5, LONG)])
-    engine.update_weights([], version=3)  # all of it again makes it whole
+    engine.update_weights(version=3)  # all of it again makes it whole
     assert_greedy(engine, model)
     assert call(engine, "status").version == 3
 
@@ -344,7 +344,7 @@ def test_point_6_versions_are_stamped_and_prefixes_forgotten(engine, model, is_a
         if is_asleep:
             engine.sleep()
         move(model, version)
-        engine.update_weights([], version)
+        engine.update_weights(version)
         engine.wake_up()
         completions = engine.generate(make_prompts([7, 12]), SamplingParams(9, temperature=0))
         assert {c.policy_version for c in completions} == {version}
@@ -448,7 +448,7 @@ def test_point_10_greedy_is_the_models_after_each_of_two_publications(bucket_byt
     try:
         for version in (1, 2):
             move(model, version)
-            engine.update_weights([], version)
+            engine.update_weights(version)
             engine.sleep()
             engine.wake_up()
             assert_greedy(engine, model)
@@ -525,10 +525,10 @@ def test_point_12_a_release_without_hooks_is_used_without_them():
         assert not hasattr(inner.model_engine.model_loader, "begin_update_weights")
         inner.fail_at = inner.num_loaded + 4
         with pytest.raises(RuntimeError, match="injected"):
-            engine.update_weights([], version=1)
+            engine.update_weights(version=1)
         assert not hasattr(inner.model_engine.model, "first_pre_reload_weights")
         inner.fail_at = None
-        engine.update_weights([], version=2)
+        engine.update_weights(version=2)
         assert_greedy(engine, model)
         assert not {"begin", "abort", "pause"} & set(engine.events)
     finally:
@@ -543,7 +543,7 @@ def test_point_12_a_release_with_hooks_has_them_called():
         inner = engine.server.inner._llm.workers[0].engine
         inner.fail_at = inner.num_loaded + 4
         with pytest.raises(RuntimeError, match="injected"):
-            engine.update_weights([], version=1)
+            engine.update_weights(version=1)
         assert engine.events[:2] == ["begin", "abort"] and "finalize" not in engine.events
     finally:
         engine.close()

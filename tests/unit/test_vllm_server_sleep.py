@@ -62,7 +62,7 @@ def test_it_sleeps_from_the_start_and_between_rollouts_and_gets_the_weights_when
     found = []
     for version in (1, 2):
         changed(model)
-        engine.update_weights(model.named_parameters(), version)
+        engine.update_weights(version)
         assert steps(fake) == [], "it has no memory for them"
         engine.wake_up()
         assert steps(fake) == AWAKES and fake.awake == {"weights", "kv_cache"} and not fake.is_paused

@@ -148,7 +148,7 @@ def test_no_turn_is_under_way_when_the_weights_change(make_engine, fake, model, 
     if event == "sleep":
         engine.sleep()
     elif event == "update":
-        engine.update_weights(model.named_parameters(), version=5)
+        engine.update_weights(version=5)
     else:
         engine.close()
     wait_for(lambda: len(fake.given_up) == 4)

@@ -224,7 +224,7 @@ def _engine(loaded: LoadedModel) -> RolloutEngine:
         config.kv_cache_tokens = max(KV_CACHE_TOKENS.get(loaded.accelerator.device.type, 2**15), length)
     engine = loaded.make_engine(SamplingParams(max_tokens=length, stop_token_ids=loaded.stop_token_ids))
     if not engine.shares_weights:
-        engine.update_weights(model.named_parameters(), 0)
+        engine.update_weights(0)
     return engine
 
 

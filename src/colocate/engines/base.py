@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
-from colocate.engines.requests import check_no_tensors, check_requests, check_token_ids
+from colocate.engines.requests import check_requests, check_token_ids
 from colocate.memory.timeline import NOTHING_POOLED, PooledBytes
 from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Completion, Prompt, SamplingParams
@@ -138,10 +136,11 @@ class RolloutEngine(Protocol):
         """Take the KV cache's memory again; its contents are undefined. Waking twice is harmless."""
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Publish a policy version and forget everything computed with older ones (prefix pages).
 
-        With `shares_weights` the tensors are already in place and `named_tensors` is empty.
+        The weights are those of the model that the engine was made with. With `shares_weights` they are in
+        place already; another engine copies them, now or, if it is asleep, when it wakes up.
         """
         ...
 
@@ -232,13 +231,8 @@ class BaseEngine:
         self._check_open()
         self._is_awake = True
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Note the version of the weights, which are in place already.
-
-        Raises:
-            ValueError: tensors were passed.
-        """
-        check_no_tensors(named_tensors)
+    def update_weights(self, version: int) -> None:
+        """Note the version of the weights, which are in place already."""
         self.policy_version = version
 
     def close(self) -> None:

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from colocate.options.requirements import LEAST_TEMPERATURE
 from colocate.types import Prompt, SamplingParams
-
-
-def check_no_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights for an engine that reads the trainer's own parameters: it has no copy to update.
-
-    Raises:
-        ValueError: there is a tensor.
-    """
-    names = [name for name, _ in named_tensors]
-    if names:
-        raise ValueError(
-            f"This engine reads the trainer's own parameters; it was sent {len(names)} tensors, {names[0]!r} "
-            "first. Update the model's parameters in place instead."
-        )
 
 
 def check_requests(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from colocate.engines.base import BaseEngine
@@ -403,11 +403,11 @@ class NativeEngine(BaseEngine):
                 )
         self._is_awake = True
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Note the version; keys and values of older weights are computed again. See `RolloutEngine`."""
         self._suspend()
         self._cache.forget()
-        super().update_weights(named_tensors, version)
+        super().update_weights(version)
 
     def close(self) -> None:
         """Free the KV cache and let go of the model."""

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colocate.engines.base import EngineLost
 from colocate.engines.requests import derived_seed
@@ -199,11 +199,8 @@ class TRTLLMEngine(TurnEngine):
         self._lead("take_kv")
         self._is_awake = True
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish the weights that `model` has now; if asleep, those that it will have in `wake_up`.
-
-        `named_tensors` are not read, because they are the parameters of `model`, which the engine has.
-        """
+    def update_weights(self, version: int) -> None:
+        """Publish the weights that `model` has now; if asleep, those that it will have in `wake_up`."""
         self.policy_version = version
         if self._is_awake:
             self._tickets.clear()

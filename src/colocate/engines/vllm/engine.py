@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.requests import check_no_tensors
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.arguments import (
@@ -244,17 +243,11 @@ class VLLMEngine(TurnEngine):
                 self._llm.wake_up(tags=["kv_cache"])
         self._is_awake = True
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Publish the weights that `model` has now; if asleep, those that it will have in `wake_up`.
 
-        `named_tensors` are not read, because they are the parameters of `model`, which the engine has.
         So publishing takes no memory while the trainer has the device.
-
-        Raises:
-            ValueError: the engine shares the weights, and tensors were passed.
         """
-        if self.shares_weights:
-            check_no_tensors(named_tensors)
         self._open_turns.abort()
         self.policy_version = version
         self._is_stale = True

@@ -78,7 +78,7 @@ class NativeWeights:
     def end(self) -> None:
         """Have the engine forget all keys and values of the weights before."""
         self._num_versions += 1
-        self._engine.update_weights((), self._num_versions)
+        self._engine.update_weights(self._num_versions)
 
     def missing(self) -> list[str]:
         return sorted(self._parameters.keys() - self._loaded)

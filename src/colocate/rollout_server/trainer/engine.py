@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colocate.engines.base import EngineLost
 from colocate.engines.turns import Turn, TurnEngine
@@ -213,28 +213,14 @@ class RolloutServerEngine(TurnEngine):
             self._barrier()
         super().wake_up()
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
 
         All processes of the run must call this; the main one sends.
 
-        Args:
-            named_tensors: parameters of the model that the engine was made with. They are only checked: the
-                engine reads the whole model, because the server cannot use an adapter's tensors alone.
-
         Raises:
-            ValueError: a tensor is not a parameter of the model.
             RuntimeError: see `generate`.
         """
-        self._check_open()
-        assert self._model is not None
-        own = {id(parameter) for parameter in self._model.parameters()}
-        foreign = [name for name, tensor in named_tensors if id(tensor) not in own]
-        if foreign:
-            raise ValueError(
-                f"{foreign[0]!r} is no parameter of the model that this engine was made with, and only those "
-                "are sent. Update the model's parameters in place."
-            )
         self.note_update(version)
         if self.takes_turns and not self._is_awake:
             return  # they are sent when it wakes up

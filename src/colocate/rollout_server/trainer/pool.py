@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
-from torch import Tensor
-
 from colocate.engines.base import EngineLost, RolloutEngine
 from colocate.engines.turns import Turn, TurnEngine, requests
 from colocate.types import Completion, Prompt, SamplingParams
@@ -332,17 +330,16 @@ class EnginePool(TurnEngine):
         if takes_turns:
             self._barrier()
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, version: int) -> None:
         """Publish to all engines. One that is lost gets the weights when it is back.
 
         All processes of the run must call this. See `RolloutEngine.update_weights`.
         """
         self._check_open()
-        tensors = list(named_tensors)
         for member in self._members:
             if member.loss is not None:
                 member.replica.note_update(version)
-        self._each(lambda replica: replica.update_weights(tensors, version))
+        self._each(lambda replica: replica.update_weights(version))
         self.policy_version = version
         self._homes.clear()  # the caches have been dropped
         self._barrier()
