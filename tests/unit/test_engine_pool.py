@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from engine_models import make_model, make_prompts
 from fake_server import FakeVLLM, install_fake_vllm
 from fault_schedules import (
+    CHUNKS,
     COMPLETIONS,
     HURRIED,
     LIMIT_S,
@@ -121,6 +124,65 @@ def test_ranks_begin_with_different_servers(make_fleet):
     for rank in range(3):
         fleet.pool(rank=rank).generate([prompt], SAMPLING)
     assert [fake.requests.count(COMPLETIONS) for fake in fleet.fakes] == [1, 1, 1]
+
+
+class Together:
+    """A fault for several servers that answers once each of them has been asked."""
+
+    def __init__(self, num_servers: int) -> None:
+        self.barrier = threading.Barrier(num_servers, timeout=15)
+
+    def __call__(self, fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
+        self.barrier.wait()
+        send_json(handler, status, answer)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_weights_are_pushed_to_all_at_once(make_fleet, takes_turns):
+    fleet = make_fleet(3, takes_turns=takes_turns)
+    pool = fleet.pool()
+    paths = [CHUNKS, "/collective_rpc finish", *(["/sleep", "/wake_up"] if takes_turns else [])]
+    meetings = {path: Together(3) for path in paths}
+    for fake in fleet.fakes:
+        fake.faults |= {path: [meeting] for path, meeting in meetings.items()}
+    if takes_turns:
+        pool.sleep()
+    fleet.update(pool, 1)
+    pool.wake_up()
+    assert not any(meeting.barrier.broken for meeting in meetings.values())
+    assert all(fake.suffered and not any(fake.faults.values()) for fake in fleet.fakes)
+    prompts = make_prompts([3, 5, 4])
+    assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
+    assert not any(member.loss for member in pool._members)
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("no room to merge an adapter")])
+def test_an_engine_that_fails_in_a_push_leaves_the_others_right(make_fleet, monkeypatch, error):
+    fleet = make_fleet(3)
+    pool = fleet.pool()
+    failing, *others = fleet.fakes
+    meeting = Together(2)
+    for fake in others:
+        fake.faults[CHUNKS] = [meeting]
+
+    def run_out(*arguments: Any) -> int:
+        raise error
+
+    if error is None:
+        failing.faults[CHUNKS] = [die(60)]
+        fleet.update(pool, 1)
+    else:
+        monkeypatch.setattr(pool._members[0].replica._pusher, "push", run_out)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            fleet.update(pool, 1)
+        fleet.alone.update_weights(1)
+    assert [member.loss is not None for member in pool._members] == [error is None, False, False]
+    prompts = make_prompts([3, 5])
+    expected = fleet.alone.generate(prompts, SAMPLING)
+    for member in pool._members[1:]:
+        assert member.replica.generate(prompts, SAMPLING) == expected
+    assert not meeting.barrier.broken
+    assert [fake.requests.count(CHUNKS) > 1 for fake in others] == [True, True]
 
 
 # ── What befalls servers ─────────────────────────────────────────────────────────────────────────────────

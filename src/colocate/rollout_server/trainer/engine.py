@@ -153,7 +153,7 @@ class RolloutServerEngine(TurnEngine):
             transport=transport,
             group_host=group_host,
             group_port=group_port,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=max(bucket_bytes // patience.num_pushes, 1),
             directory=directory,
             timeout_s=push_timeout_s,
             message_s=patience.message_s,

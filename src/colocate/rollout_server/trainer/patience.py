@@ -21,6 +21,8 @@ class Patience:
     """Seconds for a piece of the weights."""
     poll_s: float = 0.02
     """Seconds for which `poll` waits for a first turn to end until whoever polls sees to other things."""
+    num_pushes: int = 1
+    """Pushes of weights at once: all their chunks together take the memory of one."""
     has_substitute: bool = False
     """Others can do its work. Then whatever is wrong with it is no reason to stop: not even another model
     that it came back with."""
@@ -40,5 +42,6 @@ def patience_among(num_servers: int) -> Patience:
         first_delay_s=0.1,
         message_s=20.0,
         poll_s=0.02 / num_servers,
+        num_pushes=num_servers,
         has_substitute=True,
     )

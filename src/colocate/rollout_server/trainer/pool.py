@@ -12,8 +12,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
+
+import torch
 
 from colocate.engines.base import EngineLost, RolloutEngine
 from colocate.engines.turns import Turn, TurnEngine, requests
@@ -331,7 +334,7 @@ class EnginePool(TurnEngine):
             self._barrier()
 
     def update_weights(self, version: int) -> None:
-        """Publish to all engines. One that is lost gets the weights when it is back.
+        """Publish to all engines side by side. One that is lost gets the weights when it is back.
 
         All processes of the run must call this. See `RolloutEngine.update_weights`.
         """
@@ -349,12 +352,32 @@ class EnginePool(TurnEngine):
         return any(member.replica.takes_turns for member in self._members)
 
     def _each(self, action: Callable[[Replica], object]) -> None:
-        """Do the same with every engine that is not lost."""
-        for member in self._present:
-            try:
-                action(member.replica)
-            except EngineLost as error:
+        """Do the same with every engine that is not lost, side by side; returns when all have come to an end.
+
+        Raises what the first engine raises whose error is no loss.
+        """
+        if not (present := self._present):
+            return
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def act(replica: Replica) -> None:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # a new thread begins with the first one
+            action(replica)
+
+        executor = ThreadPoolExecutor(len(present), thread_name_prefix="pool")
+        try:
+            futures = [executor.submit(act, member.replica) for member in present]
+            wait(futures)
+        finally:
+            executor.shutdown(wait=False)  # after Ctrl-C `close` ends what is under way
+        errors = [future.exception() for future in futures]
+        for member, error in zip(present, errors, strict=True):
+            if isinstance(error, EngineLost):
                 self._lose(member, error)
+        for error in errors:
+            if error is not None and not isinstance(error, EngineLost):
+                raise error
 
     def close(self) -> None:
         """Close all engines."""

@@ -39,6 +39,7 @@ from colocate.rollout_server.wire.weight_wire import (
     GROUP_TIMEOUT_S,
     PIECE_BYTES,
     PROBE,
+    PROCESS_SETTINGS,
     NcclGroup,
     checksum_of,
     ipc_handle,
@@ -153,7 +154,7 @@ class IpcTransport(Transport):
         if self._flat is None or len(self._flat) < size_bytes:
             self._flat = None
             # Another process can open memory of an expandable segment only with further privileges.
-            with plain_segments(self._device):
+            with PROCESS_SETTINGS, plain_segments(self._device):
                 self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             self._handle = ipc_handle(self._flat)
         return self._flat[:size_bytes]

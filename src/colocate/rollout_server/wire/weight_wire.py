@@ -38,6 +38,9 @@ PROBE = "probe"
 GROUP_TIMEOUT_S = 120.0
 """Longest wait for the NCCL group to form, and for each broadcast; a worker does nothing else meanwhile."""
 
+PROCESS_SETTINGS = threading.Lock()
+"""Held while settings of the whole process change for a moment, as several servers are pushed to at once."""
+
 _ALIGNMENT_BYTES = 16  # a view of any type may begin at a multiple of 16 bytes
 
 
@@ -114,7 +117,8 @@ class NcclGroup:
         self._device = device
         # By default a watchdog kills the process when a broadcast takes too long. Here the other side may
         # restart, so only the group must end, not the process (2: clean up only).
-        with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}), torch.cuda.device(device):
+        settings = environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"})
+        with PROCESS_SETTINGS, settings, torch.cuda.device(device):
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group: Any = torch.distributed.ProcessGroupNCCL(
