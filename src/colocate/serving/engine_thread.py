@@ -1,14 +1,14 @@
-"""`EngineThread`: what drives an engine that is there for a service alone."""
+"""`EngineThread`: the thread that has a service's engine."""
 
 from __future__ import annotations
 
 import threading
 
 from colocate.serving.driver import Driver
-from colocate.serving.refusal import busy
+from colocate.serving.refusal import Refusal, busy
 from colocate.serving.stepper import Stepper
 
-_IDLE_S = 0.5
+IDLE_S = 0.5
 """Seconds for which the thread sleeps at a time when nothing is asked."""
 
 
@@ -30,6 +30,7 @@ class EngineThread:
         self._stepper.check()
 
     def start(self) -> None:
+        """Begin to draw."""
         self._thread.start()
 
     def close(self) -> None:
@@ -41,7 +42,20 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._is_over.is_set():
-                self._stepper.step(_IDLE_S)
-            self._driver.fail(busy("The service is being shut down.", 30))
+                self._go_on()
+            refusal = self._shut_down()
         except BaseException as error:
-            self._stepper.end(error)
+            refusal = self._stepper.end(error)
+        self._refuse_all(refusal)
+
+    def _go_on(self) -> None:
+        self._stepper.step(IDLE_S)
+
+    def _shut_down(self) -> Refusal:
+        """End all requests of the driver; returns what those who ask from now on are told."""
+        refusal = busy("The service is being shut down.", 30)
+        self._driver.fail(refusal)
+        return refusal
+
+    def _refuse_all(self, refusal: Refusal) -> None:
+        """Called at the end of the thread."""

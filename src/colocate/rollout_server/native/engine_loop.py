@@ -20,13 +20,11 @@ from colocate.http.key import ServerKey
 from colocate.rollout_server.native.weights import NativeWeights
 from colocate.rollout_server.wire.receiver import Receiver, answer_message, other_weights
 from colocate.serving.driver import Driver, Job
+from colocate.serving.engine_thread import IDLE_S, EngineThread
 from colocate.serving.refusal import Refusal
-from colocate.serving.stepper import Stepper, step_limit_s
+from colocate.serving.stepper import step_limit_s
 
 T = TypeVar("T")
-
-_IDLE_S = 0.5
-"""Seconds for which the thread sleeps at a time when nothing is asked."""
 
 
 class Aborted(Exception):
@@ -50,7 +48,7 @@ class _Call:
     """Called in its place when the thread has ended."""
 
 
-class EngineLoop:
+class EngineLoop(EngineThread):
     """Draws for requests, and does between two steps what is asked of weights and memory.
 
     While the engine is paused it draws nothing, and requests wait. Each is compared with the weights that are
@@ -62,35 +60,18 @@ class EngineLoop:
     """
 
     def __init__(self, engine: NativeEngine, weights: NativeWeights, key: ServerKey) -> None:
+        super().__init__(Driver(engine), step_limit_s(engine, weights.device))
         self._engine, self._weights, self._key = engine, weights, key
         self._receiver = Receiver(weights)
-        self._driver = Driver(engine)
-        self._stepper = Stepper(self._driver, step_limit_s(engine, weights.device))
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
         """The error that every request gets once the thread has ended."""
         self._held: dict[Job, _Held] = {}
         self._draining: list[Future[None]] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
         self.is_paused = False
 
-    def start(self) -> None:
-        """Begin to draw."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop; requests under way are ended."""
-        self._is_over.set()
-        self._driver.wake()
-        self._thread.join()
-
     # ── What any thread may ask ──────────────────────────────────────────────────────────────────────────
-
-    def check(self) -> None:
-        """Whether the engine is of use, by what its thread has last said of itself. See `Stepper.check`."""
-        self._stepper.check()
 
     @property
     def num_steps(self) -> int:
@@ -173,24 +154,17 @@ class EngineLoop:
 
     # ── The engine's thread ──────────────────────────────────────────────────────────────────────────────
 
-    def _run(self) -> None:
-        try:
-            while not self._is_over.is_set():
-                self._go_on()
-            self._abort()
-            refusal = Refusal(503, "The server is being shut down.", code="engine_unavailable")
-        except BaseException as error:
-            refusal = self._stepper.end(error)
-        self._refuse_all(refusal)
-
     def _go_on(self) -> None:
-        """Do what was asked, and let the engine go on by a step."""
-        self._do_calls(_IDLE_S if self.is_paused else 0.0)
+        self._do_calls(IDLE_S if self.is_paused else 0.0)
         if self.is_paused:
             return
-        self._stepper.step(_IDLE_S)
+        self._stepper.step(IDLE_S)
         if self._draining and not self._driver.has_requests:
             self._end_pause_of_draining()
+
+    def _shut_down(self) -> Refusal:
+        self._abort()
+        return Refusal(503, "The server is being shut down.", code="engine_unavailable")
 
     def _do_calls(self, wait_s: float) -> None:
         try:
@@ -210,8 +184,7 @@ class EngineLoop:
             self._calls.put(call)  # to be refused
             raise
 
-    def _refuse_all(self, refusal: Exception) -> None:
-        """Tell all who wait, and from now on all who ask, that nothing will be done."""
+    def _refuse_all(self, refusal: Refusal) -> None:
         with self._lock:
             self._refusal = refusal
         for held in self._held.values():
