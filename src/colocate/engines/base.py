@@ -82,9 +82,6 @@ class RolloutEngine(Protocol):
 
         Returns:
             The sequences' numbers.
-
-        Raises:
-            ValueError, RuntimeError: see `generate`.
         """
         ...
 
@@ -211,11 +208,9 @@ class BaseEngine:
         return 0
 
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-        """Tell nothing of a turn before it has ended. See `RolloutEngine.progress`."""
         return (), None
 
     def num_cached_tokens(self, sequence: int) -> int | None:
-        """Tell nothing. See `RolloutEngine.num_cached_tokens`."""
         return None
 
     def sleep(self, keep_bytes: int = 0) -> None:
@@ -285,9 +280,6 @@ class BaseEngine:
             limit: tokens that it may draw after `token_ids`.
             num_prompt: tokens of its prompt.
             num_after: tokens that it has after its prompt, drawn and given.
-
-        Raises:
-            ValueError: a token outside the vocabulary, a limit below 1, or too many tokens.
         """
         check_token_ids(f"Sequence {sequence} was given", token_ids, self._vocab_size)
         most = min(sampling.max_tokens, self._max_len - num_prompt)

@@ -83,7 +83,6 @@ class TransformersEngine(TurnEngine):
         self._batching: str | None = None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Complete every prompt. See `RolloutEngine.generate`."""
         self._check(prompts, sampling)
         self._count_requests(prompts, sampling)
         requests = [

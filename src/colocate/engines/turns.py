@@ -70,7 +70,6 @@ class TurnEngine(BaseEngine):
         return bool(self._ledger.waiting)
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
-        """Note the sequences. See `RolloutEngine.submit`."""
         ledger = self._ledger
         self._check_submission(prompts, sampling, ledger.sampling if ledger.turns else None)
         ledger.sampling = sampling
@@ -81,7 +80,6 @@ class TurnEngine(BaseEngine):
         return list(range(first, ledger.num_submitted))
 
     def poll(self) -> dict[int, Completion]:
-        """Generate turns that wait. See `RolloutEngine.poll`."""
         self._check_awake("poll")
         ledger = self._ledger
         if not ledger.waiting:
@@ -103,7 +101,6 @@ class TurnEngine(BaseEngine):
         return dict(zip(waiting, completions, strict=True))
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Note the next turn. See `RolloutEngine.extend`."""
         turn, sampling = self._ledger.turns.get(sequence), self._ledger.sampling
         if turn is None or sequence in self._ledger.waiting or sampling is None:
             raise unextendable(sequence)
@@ -121,7 +118,6 @@ class TurnEngine(BaseEngine):
         self._ledger.waiting[sequence] = turn
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences. See `RolloutEngine.abort`."""
         for sequence in sequences:
             self._ledger.turns.pop(sequence, None)
             self._ledger.waiting.pop(sequence, None)

@@ -97,11 +97,7 @@ class Gate:
     # ── Who comes in ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request that may pass; None if it was not read.
-
-        Raises:
-            Refused: the request may not pass.
-        """
+        """The body of a request that may pass; None if it was not read."""
         if scope["type"] != "http":
             raise Refused(403, f"There is no {scope['type']} here.")
         headers = headers_of(scope)

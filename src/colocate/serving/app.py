@@ -252,9 +252,6 @@ class _Turns:
         """What comes of the request: each choice with None at first, then with what is new of it.
 
         Whoever stops listening has the engine stop drawing.
-
-        Raises:
-            Refusal: the engine had no time for it, or refuses it.
         """
         for job in self._jobs:
             self._driver.ask(job)
@@ -284,11 +281,7 @@ class _Turns:
                     self._driver.cancel(job)
 
     async def _update(self, until_s: float | None) -> tuple[int, Update]:
-        """The next update, and the number of its job.
-
-        Raises:
-            Refusal: there is none until a time by the loop's clock.
-        """
+        """The next update, and the number of its job."""
         if until_s is None:
             return await self._updates.get()
         try:

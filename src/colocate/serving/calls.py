@@ -106,12 +106,7 @@ def parsed(body: bytes) -> Fields:
 
 
 def _strict_json(text: str | bytes) -> Any:
-    """The value of a text in JSON, without what only Python's reader takes.
-
-    Raises:
-        ValueError, RecursionError: it is no JSON.
-        Refusal: an object has a key twice.
-    """
+    """The value of a text in JSON, without what only Python's reader takes."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")

@@ -208,19 +208,16 @@ class NativeEngine(BaseEngine):
         return ended
 
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-        """The tokens of a turn under way that the host has read. See `RolloutEngine.progress`."""
         running = self._submissions.sequences.get(sequence)
         if running is None or running.is_resting:
             return (), None
         return tuple(running.token_ids[start:]), tuple(running.logprobs[start:])
 
     def num_cached_tokens(self, sequence: int) -> int | None:
-        """Tokens before a turn under way that were in the cache. See `RolloutEngine.num_cached_tokens`."""
         running = self._submissions.sequences.get(sequence)
         return None if running is None else running.num_found
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
-        """Begin the next turn on the pages of the turns before. See `RolloutEngine.extend`."""
         kept, sampling = self._submissions.sequences.get(sequence), self._submissions.sampling
         if kept is None or not kept.is_resting or sampling is None:
             raise unextendable(sequence)
@@ -238,7 +235,6 @@ class NativeEngine(BaseEngine):
             self._rollout.scheduler.wait([kept])
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences and free their pages. See `RolloutEngine.abort`."""
         removed = self._submissions.remove(sequences)
         if self._rollout is not None:
             self._rollout.drop(removed)
@@ -404,7 +400,6 @@ class NativeEngine(BaseEngine):
         self._is_awake = True
 
     def update_weights(self, version: int) -> None:
-        """Note the version; keys and values of older weights are computed again. See `RolloutEngine`."""
         self._suspend()
         self._cache.forget()
         super().update_weights(version)

@@ -141,7 +141,6 @@ class TRTLLMEngine(TurnEngine):
         return self._told([drawn[request.ticket] for request in requests], sampling)
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences. See `RolloutEngine.abort`."""
         gone = set(sequences)
         super().abort(gone)
         if tickets := [ticket for ticket, number in self._tickets.items() if number in gone]:
@@ -272,11 +271,7 @@ class TRTLLMEngine(TurnEngine):
         return self._server.call(method, *arguments, timeout_s=ASK_S)
 
     def _lead(self, method: str, *arguments: Any) -> None:
-        """Let the first rank of the group call the server, and go on with the others when it has answered.
-
-        Raises:
-            Exception: what the server has raised; on the other ranks a PeerError that tells it.
-        """
+        """Let the first rank of the group call the server, and go on with the others when it has answered."""
         error: Exception | None = None
         if self._group.leads:
             try:
@@ -318,12 +313,7 @@ class TRTLLMEngine(TurnEngine):
                 yield Request(next(self._next_ticket), prompt.token_ids, arguments)
 
     def _completion(self, result: Drawn | Failed, sampling: SamplingParams) -> Completion:
-        """The completion that a request has come to.
-
-        Raises:
-            RuntimeError: the engine could not draw it.
-            EngineLost: it gave it up, though nobody had asked it to.
-        """
+        """The completion that a request has come to."""
         if isinstance(result, Failed):
             raise RuntimeError(f"TensorRT-LLM could not draw a completion: {result.reason}")
         if result.finish == "cancelled":

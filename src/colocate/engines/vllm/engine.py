@@ -193,7 +193,6 @@ class VLLMEngine(TurnEngine):
         return super().submit(prompts, sampling, keep=keep)
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences. See `RolloutEngine.abort`."""
         sequences = list(sequences)
         self._open_turns.abort(sequences)
         super().abort(sequences)

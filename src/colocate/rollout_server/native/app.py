@@ -80,11 +80,7 @@ class RolloutApp:
         return JSONResponse({**answer, "usage": usage(asked, choices)})
 
     async def _drawn(self, asked: Asked) -> list[Choice]:
-        """The completions of a request.
-
-        Raises:
-            Refused: other weights are there than it wants, or the engine refuses it.
-        """
+        """The completions of a request."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def put(update: Update) -> None:

@@ -172,7 +172,6 @@ class RolloutServerEngine(TurnEngine):
         return self._surviving("generate", lambda: self._generate(prompts, sampling))
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences, and let the server stop drawing them. See `RolloutEngine.abort`."""
         sequences = list(sequences)
         self._open_turns.abort(sequences)
         super().abort(sequences)
@@ -182,9 +181,6 @@ class RolloutServerEngine(TurnEngine):
 
         All processes of the run must call this where a server takes turns. `keep_bytes` has no effect: such a
         server keeps nothing.
-
-        Raises:
-            RuntimeError: see `generate`.
         """
         self._open_turns.abort()
         was_awake = self._is_awake
@@ -199,9 +195,6 @@ class RolloutServerEngine(TurnEngine):
         """Allow `generate`, and wake a server up that takes turns: it is sent the weights of now.
 
         All processes of the run must call this where a server takes turns.
-
-        Raises:
-            RuntimeError: see `generate`.
         """
         if self.takes_turns and not self._is_awake:
             self._check_open()
@@ -217,9 +210,6 @@ class RolloutServerEngine(TurnEngine):
         """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
 
         All processes of the run must call this; the main one sends.
-
-        Raises:
-            RuntimeError: see `generate`.
         """
         self.note_update(version)
         if self.takes_turns and not self._is_awake:
@@ -401,11 +391,7 @@ class RolloutServerEngine(TurnEngine):
         raise last
 
     def _state(self) -> tuple[str, str | None]:
-        """Identities of the server's start and of its weights; the latter None if its workers disagree.
-
-        Raises:
-            SeveralServers: see `Starts.note`.
-        """
+        """Identities of the server's start and of its weights; the latter None if its workers disagree."""
         states = self._workers.call("state", deadline_s=self._patience.answer_s)
         start_id, tokens = start_id_of(states), {state["token"] for state in states}
         self._starts.note(start_id)

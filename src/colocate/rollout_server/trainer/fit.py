@@ -144,11 +144,7 @@ def examine(
 
 def _check_context(model: nn.Module, worker: Mapping[str, Any], max_len: int, url: str) -> None:
     """Refuse a server whose model may get longer sequences than the policy computes consistently: vLLM
-    chooses longrope's factors, for all sequences, by the longest one that it may get.
-
-    Raises:
-        ValueError: with the option of the server to set.
-    """
+    chooses longrope's factors, for all sequences, by the longest one that it may get."""
     longest = longest_context(causal_lm(model).config)
     if longest.is_exact and longest.num_tokens is not None and max_len > longest.num_tokens:
         raise ValueError(
@@ -170,9 +166,6 @@ def _check_version(version: str, engine: str | None, url: str) -> str | None:
 
     Args:
         engine: "native" if the version is this library's own; None: vLLM's, which does not tell.
-
-    Raises:
-        RuntimeError: a vLLM that is not supported.
     """
     if engine == "native":
         is_ours = version == __version__

@@ -53,11 +53,7 @@ class OpenTurns:
             future.add_done_callback(self._ended.put)
 
     def take(self, wait_s: float) -> dict[int, Completion]:
-        """The turns that have ended, after waiting for a first one for up to `wait_s` seconds.
-
-        Raises:
-            ServerUnreachable, RequestRefused: see `HttpClient.call`.
-        """
+        """The turns that have ended, after waiting for a first one for up to `wait_s` seconds."""
         ended: dict[int, Completion] = {}
         until_s = time.monotonic() + wait_s
         try:

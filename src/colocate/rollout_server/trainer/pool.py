@@ -164,12 +164,10 @@ class EnginePool(TurnEngine):
         return [completions[key] for key in keys]
 
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-        """What the engine that draws a turn tells of it. See `RolloutEngine.progress`."""
         place = self._places.get(sequence)
         return ((), None) if place is None else place.member.replica.progress(place.number, start)
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences. See `RolloutEngine.abort`."""
         sequences = list(sequences)
         self._forget(sequences)
         super().abort(sequences)
@@ -240,11 +238,7 @@ class EnginePool(TurnEngine):
         return [member for member in self._members if member.loss is None]
 
     def _lose(self, member: _Member, error: EngineLost) -> None:
-        """Take an engine's turns back, and have it probed.
-
-        Raises:
-            RuntimeError: one of its turns was lost too often.
-        """
+        """Take an engine's turns back, and have it probed."""
         numbers = list(member.places)
         keys = [self._release(member, number) for number in numbers]
         member.replica.abort(numbers)
@@ -276,11 +270,7 @@ class EnginePool(TurnEngine):
             logger.warning(f"{member.replica.name} is back, with the weights of now.")
 
     def _await_one(self) -> list[_Member]:
-        """Wait until an engine is back.
-
-        Raises:
-            RuntimeError: none is, in time; the message names each, since when it is lost, and why.
-        """
+        """Wait until an engine is back."""
         deadline_s = time.monotonic() + (self._timeout_s if self._on_loss == "wait" else _GRACE_S)
         while True:
             self._readmit()

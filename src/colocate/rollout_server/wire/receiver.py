@@ -450,11 +450,7 @@ def other_weights(wanted: str, present: str | None) -> str:
 
 
 def _open_plainly(directory: str, name: str) -> int:
-    """A descriptor of the plain file `name` in `directory` itself, without following links or blocking.
-
-    Raises:
-        OSError: there is no such file.
-    """
+    """A descriptor of the plain file `name` in `directory` itself, without following links or blocking."""
     inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
