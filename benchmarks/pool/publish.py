@@ -34,8 +34,8 @@ from colocate.http.key import VARIABLE
 from colocate.parallel.launching import free_port
 from colocate.rollout_server.trainer.client import Workers
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import patience_among
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import timeouts_among
 from colocate.rollout_server.trainer.weight_push import IpcTransport, NcclTransport, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WHOLE
@@ -238,7 +238,7 @@ def main() -> None:
                     base_url=server.url,
                     run_id="run",
                     server_timeout_s=START_S,
-                    patience=patience_among(len(servers)),
+                    timeouts=timeouts_among(len(servers)),
                     **({} if on_gpu else {"bucket_bytes": 2**16}),
                 )
                 for server in servers

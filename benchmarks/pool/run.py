@@ -21,8 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common.results import Record, origin
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import patience_among
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import timeouts_among
 from colocate.rollout_server.wire.weight_wire import SHAPE
 from colocate.types import Prompt, SamplingParams
 
@@ -72,8 +72,8 @@ def stand_ins(model: Any, directory: Path) -> Iterator[list[tuple[subprocess.Pop
 
 @contextmanager
 def pool_of(model: Any, addresses: list[str]) -> Iterator[EnginePool]:
-    patience = patience_among(len(addresses))
-    engines = [RolloutServerEngine(model, base_url=url, run_id="run", patience=patience) for url in addresses]
+    timeouts = timeouts_among(len(addresses))
+    engines = [RolloutServerEngine(model, base_url=url, run_id="run", timeouts=timeouts) for url in addresses]
     pool = EnginePool(engines)
     pool.wake_up()
     pool.update_weights(1)

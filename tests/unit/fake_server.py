@@ -360,7 +360,7 @@ def fake_vllm(model, monkeypatch) -> Iterator[FakeVLLM]:
 
 @pytest.fixture(name="make_engine")
 def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., RolloutServerEngine]]:
-    """Makes engines of `fake`, awake, whose pushes are of several chunks and whose patience is short."""
+    """Makes engines of `fake`, awake, whose pushes are of several chunks and whose time-outs are short."""
     engines = []
     directory = tmp_path / "pushed"
     directory.mkdir()

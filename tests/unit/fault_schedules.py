@@ -37,12 +37,12 @@ from hypothesis import strategies as st
 
 from colocate.rollout_server.trainer import pool as pool_module
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import Patience
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import Timeouts
 from colocate.types import Completion, SamplingParams
 
 COMPLETIONS, CHUNKS = "/v1/completions", "/collective_rpc receive_chunk"
-SHORT = Patience(
+SHORT = Timeouts(
     answer_s=10.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=20.0, poll_s=0.005,
     has_substitute=True,
 )  # fmt: skip
@@ -74,7 +74,7 @@ class Fleet:
 
     alone: Any
     """The engine that is sound."""
-    patience = SHORT
+    timeouts = SHORT
     """Of the engines that are made from now on."""
 
     def __init__(self, model: Any, fakes: Sequence[FaultyFront], directory: Path) -> None:
@@ -88,7 +88,7 @@ class Fleet:
             base_url=fake.base_url,
             **{
                 "server_timeout_s": 4.0, "push_timeout_s": 100.0, "request_timeout_s": 100.0,
-                "bucket_bytes": BUCKET_BYTES, "directory": str(self.directory), "patience": self.patience,
+                "bucket_bytes": BUCKET_BYTES, "directory": str(self.directory), "timeouts": self.timeouts,
                 **options,
             },
         )  # fmt: skip
@@ -197,7 +197,7 @@ def play(fleet: Fleet, schedule: Sequence[dict[str, list[Any]]]) -> bool:
         named = [fake for fake in fleet.fakes if fake.base_url in str(error)]
         assert named, error
         for fake in named:
-            assert fake.was_gone(fleet.patience.max_attempts, fleet.patience.answer_s), error
+            assert fake.was_gone(fleet.timeouts.max_attempts, fleet.timeouts.answer_s), error
         return False
     return True
 
@@ -223,7 +223,7 @@ def check_schedules(make_fleet: MakeFleet, num_examples: int, faults: Sequence[A
     def check(num_servers: int, takes_turns: bool, data: Any) -> None:
         schedule = data.draw(schedules(num_servers, faults))
         fleet = make_fleet(num_servers, takes_turns=takes_turns)
-        fleet.patience = HURRIED
+        fleet.timeouts = HURRIED
         try:
             finished.append(play(fleet, schedule))
         finally:

@@ -66,7 +66,7 @@ class FaultyFront:
         request of one kind as often as a client asks, or it took longer than a client waits.
 
         Args:
-            max_attempts, answer_s: see `Patience`.
+            max_attempts, answer_s: see `Timeouts`.
         """
         unanswered = Counter(name for name, fault in self.suffered if fault is not late)
         is_lost = any(getattr(fault, "is_loss", False) for _, fault in self.suffered)

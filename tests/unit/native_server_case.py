@@ -19,11 +19,11 @@ from engine_models import make_model
 from colocate.http.key import key_file, key_of_new_server
 from colocate.rollout_server.native.serve import NativeOptions, RolloutServer
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import Patience
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import Timeouts
 from colocate.serving.server import bound_socket
 
-PATIENCE = Patience(
+TIMEOUTS = Timeouts(
     answer_s=20.0, silence_s=1.0, max_attempts=3, first_delay_s=0.02, message_s=20.0,
     poll_s=0.005, has_substitute=True,
 )  # fmt: skip
@@ -97,7 +97,7 @@ def make_native_server_pool(model: Any, num_engines: int) -> EnginePool:
         [
             RolloutServerEngine(
                 model, base_url=_shared(number).base_url, run_id=run_id, bucket_bytes=20_000,
-                patience=PATIENCE,
+                timeouts=TIMEOUTS,
             )
             for number in range(num_engines)
         ]

@@ -35,8 +35,8 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.http.lease import Run, ServerHeld
 from colocate.rollout_server.options import server_urls
 from colocate.rollout_server.trainer.client import CompletionRefused
-from colocate.rollout_server.trainer.patience import ALONE
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import ALONE
 from colocate.run.engine import build_engine
 from colocate.serving.driver import Drawn, Driver, Job, Update
 from colocate.types import SamplingParams
@@ -57,7 +57,7 @@ def fake_fleet(model: Any, num_servers: int, directory: Path, *, takes_turns: bo
         fake.restart()
     fleet = Fleet(model, fakes, directory)
     fleet.parts.append(sound)
-    fleet.alone = fleet.engine(sound, patience=ALONE)
+    fleet.alone = fleet.engine(sound, timeouts=ALONE)
     return fleet
 
 
@@ -208,7 +208,7 @@ def test_a_lost_server_s_work_is_done_elsewhere_and_it_comes_back_with_the_weigh
 
 def test_a_server_that_hangs_is_given_up(make_fleet):
     fleet = make_fleet(2)
-    fleet.patience = HURRIED
+    fleet.timeouts = HURRIED
     pool = fleet.pool()
     prompts = make_prompts([3, 5, 4, 7])
     for path in (COMPLETIONS, "/health"):
@@ -351,7 +351,7 @@ def test_whatever_befalls_servers_no_completion_is_lost_doubled_or_mixed(make_fl
 def test_a_server_goes_on_where_the_answers_at_the_end_of_a_push_were_lost(make_fleet, told, takes_turns):
     """It has the weights, and nobody has heard so: it must not stay paused for ever."""
     fleet = make_fleet(1, takes_turns=takes_turns)
-    fleet.patience = HURRIED
+    fleet.timeouts = HURRIED
     assert play(fleet, [{told: [doubled] * HURRIED.max_attempts}])
     assert takes_turns or not fleet.fakes[0].is_paused  # who takes turns has fallen asleep
 
@@ -360,7 +360,7 @@ def test_a_server_goes_on_where_the_answers_at_the_end_of_a_push_were_lost(make_
 def test_only_a_server_that_was_gone_may_be_named(make_fleet, monkeypatch, fault):
     """The schedules' own check: a run that ends with a sound server's name is no end of a schedule."""
     fleet = make_fleet(1)
-    fleet.patience = HURRIED
+    fleet.timeouts = HURRIED
 
     def name_it(pool: EnginePool, *arguments: Any) -> None:
         pool._members[0].replica._ask("/health")

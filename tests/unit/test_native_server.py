@@ -34,8 +34,8 @@ from colocate.rollout_server.native import serve as serve_module
 from colocate.rollout_server.options import server_urls
 from colocate.rollout_server.trainer import weight_push
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import Patience, patience_among
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import Timeouts, timeouts_among
 from colocate.rollout_server.wire.receiver import other_weights
 from colocate.serving import stepper as stepper_module
 from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
@@ -365,8 +365,8 @@ def test_a_server_whose_engines_thread_has_ended_says_so_and_keeps_nobody_waitin
 @pytest.mark.parametrize("fault", ["hangs", "ends"])
 def test_the_pool_gives_an_engine_up_that_is_of_no_use(model, make_engine, fault):
     servers = [NativeServer(model) for _ in range(2)]
-    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "answer_s": 30.0})
-    engines = [make_engine(server, run_id="run", patience=quick) for server in servers]
+    quick = Timeouts(**{**vars(timeouts_among(2)), "silence_s": 0.05, "answer_s": 30.0})
+    engines = [make_engine(server, run_id="run", timeouts=quick) for server in servers]
     pool, prompts = EnginePool(engines), make_prompts([3, 5, 7, 4])
     pool.wake_up()
     expected = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]

@@ -19,11 +19,11 @@ from benchmarks.pool.publish_suite import PublishSuite, is_matched
 from colocate.rollout_server.trainer import pool as pool_module
 from colocate.rollout_server.trainer import weight_push
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import Patience
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.watch import Timeouts
 from colocate.types import Completion, Prompt
 
-PATIENCE = Patience(
+TIMEOUTS = Timeouts(
     answer_s=1.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=2.0, poll_s=0.005,
     has_substitute=True,
 )  # fmt: skip
@@ -42,7 +42,7 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     *servers, sound = [
         RolloutServerEngine(
             model, base_url=fake.base_url, run_id="run", bucket_bytes=BUCKET_BYTES, directory=str(tmp_path),
-            patience=PATIENCE,
+            timeouts=TIMEOUTS,
         )
         for fake in fakes
     ]  # fmt: skip

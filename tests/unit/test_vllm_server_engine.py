@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from colocate.rollout_server.trainer.client import RequestRefused, ServerUnreachable
 from colocate.rollout_server.trainer.completions import requests_of
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.watch import Timeouts
 from colocate.rollout_server.trainer.weight_push import FileTransport
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
@@ -267,7 +267,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_said(make_engine,
 
 
 def test_a_server_that_hangs_is_noticed(make_engine, fake, hang):
-    engine = make_engine(patience=Patience(answer_s=2.0, silence_s=0.1))
+    engine = make_engine(timeouts=Timeouts(answer_s=2.0, silence_s=0.1))
     engine.generate(make_prompts([3]), SAMPLING)
     fake.faults[COMPLETIONS] = [hang] * 10
     fake.faults["/health"] = [hang] * 10

@@ -23,7 +23,7 @@ from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from test_episode_player import Table
 
 from colocate.rollout_server.trainer.client import RequestRefused
-from colocate.rollout_server.trainer.patience import Patience
+from colocate.rollout_server.trainer.watch import Timeouts
 from colocate.types import Completion, Prompt, SamplingParams
 from tool_chat import call
 
@@ -222,7 +222,7 @@ def test_a_restart_between_two_turns_is_noticed(make_engine, fake, on_server_los
 
 
 def test_a_server_that_hangs_is_noticed_by_polling(make_engine, fake, hang):
-    engine = make_engine(patience=Patience(answer_s=0.4, silence_s=0.1))
+    engine = make_engine(timeouts=Timeouts(answer_s=0.4, silence_s=0.1))
     engine.generate(make_prompts([3]), SAMPLING)
     engine.submit(make_prompts([3]), SAMPLING)
     fake.faults[COMPLETIONS] = [hang] * 10

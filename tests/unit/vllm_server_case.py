@@ -159,12 +159,12 @@ def make_server_engine(model: Any) -> Any:
 def make_server_pool(model: Any) -> Any:
     """For the contract suite: a pool of two servers' engines."""
     from colocate.rollout_server.trainer.engine import RolloutServerEngine
-    from colocate.rollout_server.trainer.patience import patience_among
     from colocate.rollout_server.trainer.pool import EnginePool
+    from colocate.rollout_server.trainer.watch import timeouts_among
 
-    patience = patience_among(2)
+    timeouts = timeouts_among(2)
     engines = [
-        RolloutServerEngine(model, base_url=shared_server(number).base_url, run_id="run", patience=patience)
+        RolloutServerEngine(model, base_url=shared_server(number).base_url, run_id="run", timeouts=timeouts)
         for number in range(2)
     ]
     return EnginePool(engines)

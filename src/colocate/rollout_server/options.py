@@ -69,8 +69,8 @@ def build(parts: EngineParts) -> RolloutServerEngine | EnginePool:
     from accelerate.utils import broadcast_object_list
 
     from colocate.rollout_server.trainer.engine import MAX_IN_FLIGHT, RolloutServerEngine
-    from colocate.rollout_server.trainer.patience import ALONE, patience_among
     from colocate.rollout_server.trainer.pool import EnginePool
+    from colocate.rollout_server.trainer.watch import ALONE, timeouts_among
 
     options: ServerOptions = parts.options
     accelerator = parts.accelerator
@@ -96,7 +96,7 @@ def build(parts: EngineParts) -> RolloutServerEngine | EnginePool:
                 group_host=options.vllm_group_host,
                 group_port=options.vllm_group_port and options.vllm_group_port + number,
                 max_in_flight=options.max_num_seqs or MAX_IN_FLIGHT,
-                patience=ALONE if is_alone else patience_among(len(urls)),
+                timeouts=ALONE if is_alone else timeouts_among(len(urls)),
             )
             engines.append(engine)
     except BaseException:

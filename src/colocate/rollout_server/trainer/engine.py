@@ -36,8 +36,7 @@ from colocate.rollout_server.trainer.client import (
 from colocate.rollout_server.trainer.completions import Request, completions_in, requests_of
 from colocate.rollout_server.trainer.fit import Starts, examine, start_id_of, take
 from colocate.rollout_server.trainer.open_turns import OpenTurns
-from colocate.rollout_server.trainer.patience import ALONE, Patience
-from colocate.rollout_server.trainer.watch import Watch, await_all, await_ready
+from colocate.rollout_server.trainer.watch import ALONE, Timeouts, Watch, await_all, await_ready
 from colocate.rollout_server.trainer.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
@@ -89,7 +88,7 @@ class RolloutServerEngine(TurnEngine):
         push_timeout_s: seconds for sending all weights.
         transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
         max_in_flight: largest number of requests under way at once; further ones wait for their turn here.
-        patience: how soon the server counts as lost.
+        timeouts: how soon the server counts as lost.
 
     Raises:
         ServerUnreachable: no server answered within `server_timeout_s`.
@@ -125,7 +124,7 @@ class RolloutServerEngine(TurnEngine):
         bucket_bytes: int = BUCKET_BYTES,
         directory: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
-        patience: Patience = ALONE,
+        timeouts: Timeouts = ALONE,
     ) -> None:
         self._model: nn.Module | None = model
         self._is_main = is_main
@@ -136,12 +135,12 @@ class RolloutServerEngine(TurnEngine):
         self._request_timeout_s = request_timeout_s
         self._reported = self._report_in(PROCESSED)
         self._vocab_size = num_embeddings(model)
-        self._patience = patience
+        self._timeouts = timeouts
         self._client = HttpClient(
             base_url,
             max_in_flight=max_in_flight,
-            max_attempts=patience.max_attempts,
-            first_delay_s=patience.first_delay_s,
+            max_attempts=timeouts.max_attempts,
+            first_delay_s=timeouts.first_delay_s,
             run_id=self._run_id,
         )
         self._starts = Starts(self._client.base_url)
@@ -153,10 +152,10 @@ class RolloutServerEngine(TurnEngine):
             transport=transport,
             group_host=group_host,
             group_port=group_port,
-            bucket_bytes=max(bucket_bytes // patience.num_pushes, 1),
+            bucket_bytes=max(bucket_bytes // timeouts.num_pushes, 1),
             directory=directory,
             timeout_s=push_timeout_s,
-            message_s=patience.message_s,
+            message_s=timeouts.message_s,
         )
         self._meet_server()
         # `finalize` also releases the server at the end of a process that did not call `close`.
@@ -234,7 +233,7 @@ class RolloutServerEngine(TurnEngine):
         """Whether the server, which was lost, answers again, and its workers, too. Any thread may ask."""
         try:
             self._ask("/health", max_attempts=1)
-            self._workers.describe(deadline_s=self._patience.answer_s)
+            self._workers.describe(deadline_s=self._timeouts.answer_s)
         except (RuntimeError, ValueError, CancelledError):
             return False
         return True
@@ -305,7 +304,7 @@ class RolloutServerEngine(TurnEngine):
                 turns.start_id, turns.watch = self._bring_up_to_date(), self._watch()
             turns.send(waiting, start)
             with self._refusals_told(turns.start_id):
-                ended = turns.take(self._patience.poll_s)
+                ended = turns.take(self._timeouts.poll_s)
             if ended:
                 self._check_unchanged(turns.start_id)
                 turns.watch.heard()
@@ -352,8 +351,8 @@ class RolloutServerEngine(TurnEngine):
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
 
     def _watch(self) -> Watch:
-        silence_s = min(self._patience.silence_s, self._server_timeout_s / 4)
-        return Watch(self._client.base_url, silence_s=silence_s, patience_s=self._server_timeout_s)
+        silence_s = min(self._timeouts.silence_s, self._server_timeout_s / 4)
+        return Watch(self._client.base_url, silence_s=silence_s, max_pause_s=self._server_timeout_s)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -392,7 +391,7 @@ class RolloutServerEngine(TurnEngine):
 
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights; the latter None if its workers disagree."""
-        states = self._workers.call("state", deadline_s=self._patience.answer_s)
+        states = self._workers.call("state", deadline_s=self._timeouts.answer_s)
         start_id, tokens = start_id_of(states), {state["token"] for state in states}
         self._starts.note(start_id)
         self.num_restarts += self._start_id not in (None, start_id)
@@ -414,7 +413,7 @@ class RolloutServerEngine(TurnEngine):
             except (CompletionRefused, torch.OutOfMemoryError):
                 raise
             except (RuntimeError, ValueError) as error:
-                if self._patience.has_substitute:
+                if self._timeouts.has_substitute:
                     self._pusher.reset()
                     raise EngineLost(str(error)) from error
                 if not isinstance(error, _LOSSES):
@@ -458,7 +457,7 @@ class RolloutServerEngine(TurnEngine):
             self._ask,
             self._client.base_url,
             timeout_s=self._server_timeout_s,
-            answer_s=self._patience.answer_s,
+            answer_s=self._timeouts.answer_s,
             is_main=self._is_main,
         )
 
@@ -469,7 +468,7 @@ class RolloutServerEngine(TurnEngine):
             waits: see `take`.
         """
         assert self._model is not None
-        answer_s = self._patience.answer_s
+        answer_s = self._timeouts.answer_s
         facts = examine(
             self._model,
             self._ask,
@@ -500,7 +499,7 @@ class RolloutServerEngine(TurnEngine):
         deadline_s: float | None = None,
         max_attempts: int | None = None,
     ) -> Any:
-        deadline_s = deadline_s or self._patience.answer_s
+        deadline_s = deadline_s or self._timeouts.answer_s
         return self._client.call("GET", path, deadline_s=deadline_s, parse=parse, max_attempts=max_attempts)
 
 

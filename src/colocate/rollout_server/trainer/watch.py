@@ -1,4 +1,4 @@
-"""What is done while a server does not answer: it is waited for, and asked whether it is alive or paused."""
+"""Waiting for a server: how long, and what it is asked meanwhile: whether it is alive or paused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,6 +19,48 @@ T = TypeVar("T")
 FORGOTTEN_S = 10.0
 """Seconds without a step, an answer or anything to do after which requests to a server count as lost. A
 trainer under load may take a while to send what it has counted as sent."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """What a trainer waits for until it gives a server up."""
+
+    answer_s: float = 60.0
+    """Deadline of requests that take the server no work."""
+    silence_s: float = 15.0
+    """Seconds without an answer after which a server that generates is asked how it is."""
+    max_attempts: int = 5
+    """How often a request is sent."""
+    first_delay_s: float = 0.25
+    """Pause before a request is sent again; it doubles each time."""
+    message_s: float = float("inf")
+    """Seconds for a piece of the weights."""
+    poll_s: float = 0.02
+    """Seconds for which `poll` waits for a first turn to end until whoever polls sees to other things."""
+    num_pushes: int = 1
+    """Pushes of weights at once: all their chunks together take the memory of one."""
+    has_substitute: bool = False
+    """Others can do its work. Then whatever is wrong with it is no reason to stop: not even another model
+    that it came back with."""
+
+
+ALONE = Timeouts()
+"""With the only server that there is."""
+
+
+def timeouts_among(num_servers: int) -> Timeouts:
+    """The time-outs with one of several servers. One that is gone refuses at once and is given up in half a
+    second; one that is only busy may take seconds to say how it is."""
+    return Timeouts(
+        answer_s=4.0,
+        silence_s=1.0,
+        max_attempts=3,
+        first_delay_s=0.1,
+        message_s=20.0,
+        poll_s=0.02 / num_servers,
+        num_pushes=num_servers,
+        has_substitute=True,
+    )
 
 
 class ServerPaused(RuntimeError):
@@ -38,12 +81,12 @@ class Watch:
     Args:
         base_url: the server's address, for messages.
         silence_s: seconds without an answer after which the server is asked.
-        patience_s: seconds for which it may be paused.
+        max_pause_s: seconds for which it may be paused.
     """
 
-    def __init__(self, base_url: str, *, silence_s: float, patience_s: float) -> None:
+    def __init__(self, base_url: str, *, silence_s: float, max_pause_s: float) -> None:
         self._base_url = base_url
-        self._patience_s = patience_s
+        self._max_pause_s = max_pause_s
         self.silence_s = silence_s
         self._heard_s = time.monotonic()
         self._paused_since_s: float | None = None
@@ -68,7 +111,7 @@ class Watch:
             ask: sends a GET request for a path and returns the JSON of the answer; it raises if none comes.
 
         Raises:
-            ServerPaused: it has been paused for longer than `patience_s`.
+            ServerPaused: it has been paused for longer than `max_pause_s`.
             RequestsForgotten: a native server has had nothing to do for `FORGOTTEN_S`.
         """
         idle = self._idle
@@ -82,11 +125,11 @@ class Watch:
             self._paused_since_s = time.monotonic()
             logger.warning(
                 f"The server at {self._base_url} is paused in the middle of a rollout, and not by this "
-                f"run; waiting for up to {self._patience_s:g} s (rollout_server_timeout)."
+                f"run; waiting for up to {self._max_pause_s:g} s (rollout_server_timeout)."
             )
-        elif time.monotonic() - self._paused_since_s > self._patience_s:
+        elif time.monotonic() - self._paused_since_s > self._max_pause_s:
             raise ServerPaused(
-                f"The server at {self._base_url} has been paused for {self._patience_s:g} s "
+                f"The server at {self._base_url} has been paused for {self._max_pause_s:g} s "
                 "(rollout_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
