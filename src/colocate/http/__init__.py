@@ -1,1 +1,1 @@
-"""What both sides of an HTTP connection of ours stand on: keys, signed messages, leases."""
+"""Parts that both sides of our HTTP connections share: keys, signed messages, leases."""

@@ -275,7 +275,7 @@ def _check_worker_call(content: dict[str, Any]) -> None:
 
 
 async def _unless_small(body: bytes, function: Callable[..., T], *arguments: Any) -> T:
-    """What a function returns; in another thread if the body is large."""
+    """Call a function, in another thread if the body is large."""
     if len(body) <= _SMALL_BYTES:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

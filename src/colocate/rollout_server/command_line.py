@@ -13,7 +13,7 @@ MEMORY_SHARE = 0.4
 
 
 def serve_command(ask: ClusterRequest, values: Mapping[str, Any], host: str, port: int) -> list[str]:
-    """What follows `colocate` for a server that is started with a run.
+    """Arguments of `colocate` for a server that is started with a run.
 
     vLLM loads no weights: those of the trainer come before the first request.
 

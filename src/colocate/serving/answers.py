@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """What is told of one request.
+    """The answer to one request.
 
     Args:
         model: the name by which the service was asked.

@@ -152,7 +152,7 @@ class Service:
         self._num_requests -= 1
 
     async def _turns(self, request: Request, read: Callable[[Fields, int], Call]) -> _Turns:
-        """What a request asks for, its prompts read and placed."""
+        """The turns that a request asks for, its prompts read and placed."""
         body = await self._body(request)
         desk: Desk = request.scope["colocate.desk"]
 
@@ -249,7 +249,7 @@ class _Turns:
         return put
 
     async def pieces(self) -> Pieces:
-        """What comes of the request: each choice with None at first, then with what is new of it.
+        """Draw the request's choices: each comes with None at first, then with what is new of it.
 
         Whoever stops listening has the engine stop drawing.
         """
@@ -329,7 +329,7 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _as_refusal(error: Exception) -> Refusal:
-    """What a caller is told of an error of the engine's."""
+    """The refusal by which a caller is told of an error of the engine's."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, ValueError):  # the engine has checked this request and refuses it

@@ -1,4 +1,4 @@
-"""What a request asks for: the bodies of /v1/completions and /v1/chat/completions, checked field by field."""
+"""`Call`: the bodies of /v1/completions and /v1/chat/completions, checked field by field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNREAD = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 @dataclass(frozen=True)
 class Call:
-    """What both kinds of requests have in common."""
+    """The fields that both kinds of requests have."""
 
     model: str
     sampling: Mapping[str, float]

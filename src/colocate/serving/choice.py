@@ -14,7 +14,7 @@ from colocate.serving.texts import Texts
 
 @dataclass
 class Piece:
-    """What is new of a choice."""
+    """The part of a choice that is new."""
 
     text: str = ""
     deltas: list[Delta] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Place:
 
 @dataclass
 class Turn:
-    """What was drawn for a choice."""
+    """The tokens and the message that were drawn for a choice."""
 
     token_ids: list[int] = field(default_factory=list)
     """The tokens up to the one that ends the turn, or completes a stop text."""
@@ -116,7 +116,7 @@ class Visitors:
         return SamplingParams(max_tokens=most, stop_token_ids=stops, seed=_SEED, **call.sampling)  # type: ignore[arg-type]
 
     def note(self, call: Call, place: Place, turn: Turn) -> None:
-        """Nothing is remembered."""
+        """Remember nothing."""
 
 
 def check_context(context: tuple[int, ...], vocab_size: int) -> None:

@@ -91,7 +91,7 @@ class _Running:
     job: Job
     choice: int
     sent: tuple[int, ...] = ()
-    """Its tokens that were handed out."""
+    """Tokens of the sequence that were handed out."""
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class _Batch:
 
     waiting: dict[Job, None] = field(default_factory=dict)
     running: dict[int, _Running] = field(default_factory=dict)
-    """By the numbers of their sequences."""
+    """Sequences under way, by their numbers."""
     kept: set[int] = field(default_factory=set)
     """Sequences that rest, as a later request may extend them."""
     unwanted: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Driver:
         self._slice_s = slice_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._batches: dict[SamplingParams, _Batch] = {}
-        """In the order of their turns; the present one is the first."""
+        """Batches in the order of their turns; the present one is the first."""
         self._current: _Batch | None = None
         self._since_s = 0.0
         """When the present batch has begun its turn."""

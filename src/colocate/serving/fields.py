@@ -131,7 +131,7 @@ def check_json(value: Any, where: str = "") -> None:
 
 @dataclass
 class _Fault:
-    """What is wrong with a value, and the steps to it, the last one first."""
+    """A fault of a value, and the steps to it, the last one first."""
 
     why: str
     is_depth: bool = False

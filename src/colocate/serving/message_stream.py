@@ -11,7 +11,7 @@ from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.text_stream import overlap
 
 Delta = dict[str, Any]
-"""What is new of a message, in the shape of OpenAI's `delta`."""
+"""The new part of a message, in the shape of OpenAI's `delta`."""
 
 
 class MessageStream:
@@ -76,7 +76,7 @@ class MessageStream:
     # ── From one part to the next ────────────────────────────────────────────────────────────────────────
 
     def _next(self) -> Delta | None:
-        """What the held text begins with; None: that is not certain yet."""
+        """The delta that the held text begins with; None: that is not certain yet."""
         if self._part == "opening":
             return self._open()
         if self._part == "reasoning":

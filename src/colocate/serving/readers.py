@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Task:
-    """What is to be done for one body, and who waits for it."""
+    """The work for one body, and who waits for it."""
 
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
@@ -53,8 +53,8 @@ class Readers:
         self._change = threading.Condition()
 
     async def read(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises in a reader; if it is not awaited any more before one has time for
-        it, it is not done at all."""
+        """Call `work` in a reader, and return or raise what it does; if it is not awaited any more before one
+        has time for it, it is not called."""
         loop = asyncio.get_running_loop()
         task = _Task(work, loop, loop.create_future(), time.monotonic())
         with self._change:

@@ -22,7 +22,7 @@ _NUM_OPENING = 32
 
 
 class Texts:
-    """From a request to its tokens, and from tokens to a message.
+    """`Texts`: a request as tokens, and tokens as a message.
 
     Args:
         stop_token_ids: the tokens that end a turn.
@@ -60,7 +60,7 @@ class Texts:
 
     @property
     def renderer(self) -> Renderer:
-        """What renders conversations.
+        """The renderer of conversations.
 
         Raises:
             Refusal: there is no chat template.
@@ -118,7 +118,7 @@ class Texts:
         return self.renderer.parse(token_ids, context[-_NUM_OPENING:], call.tools)
 
     def message_stream(self, context: Sequence[int], call: ChatCall) -> MessageStream:
-        """What divides the text of an answer to a call into its parts."""
+        """The stream that divides the text of an answer to a call into its parts."""
         opened = str(self.tokenizer.decode(list(context[-_NUM_OPENING:])))
         return MessageStream(self.renderer, call.tools, opened)
 

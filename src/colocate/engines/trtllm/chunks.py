@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     handles: list[tuple[str, Handle]]
     """Name and handle of each tensor, or of the part of it."""
     parts: dict[str, tuple[int, tuple[int, ...]]]
-    """For each name that stands for a part of a tensor, the part's first element and the tensor's shape."""
+    """The part's first element and the tensor's shape, by each name that stands for a part of a tensor."""
 
 
 class SharedMemory(Protocol):

@@ -27,7 +27,7 @@ class Request(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What was drawn for a request, all or what there was when it was cancelled."""
+    """The tokens drawn for a request, all or those that there were when it was cancelled."""
 
     ticket: int
     token_ids: tuple[int, ...]

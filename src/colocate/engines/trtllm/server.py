@@ -26,7 +26,7 @@ ABORT_S = 60.0
 
 
 class Started(NamedTuple):
-    """What the ranks must know of a running engine."""
+    """Facts about a running engine that the ranks need."""
 
     release: str
     gpus: tuple[str, ...]
@@ -43,7 +43,7 @@ class Failed(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a server is doing."""
+    """The state of a server."""
 
     version: int | None
     """The version of the weights; None: there are none, or a mixture of two versions."""
@@ -276,7 +276,7 @@ class TRTLLMServer:
             own.running[request.ticket] = output, task
 
     async def collect(self, box: str, wait_s: float) -> list[Drawn | Failed]:
-        """What has ended since the last call; waits up to `wait_s` for something to end."""
+        """Results that have ended since the last call; waits up to `wait_s` for one to end."""
         own = self._boxes.setdefault(box, _Box())
         if not own.ended and own.running:
             own.news.clear()

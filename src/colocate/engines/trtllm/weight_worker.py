@@ -1,4 +1,4 @@
-"""What is mixed into TensorRT-LLM's GPU workers: they load the trainer's weights from a buffer on their GPU.
+"""`WeightWorker`: TensorRT-LLM's GPU workers with it load the trainer's weights from a buffer on their GPU.
 
 TensorRT-LLM imports `WeightWorker` in each worker by its name (`ray_worker_extension_cls`). Its own
 `update_weights` does the loading, of any release:

@@ -1,4 +1,4 @@
-"""What vLLM needs to start: a supported version, and environment variables of the process.
+"""Conditions for vLLM to start: a supported version, and environment variables of the process.
 
 This module can be imported without vLLM, so that a missing vLLM is reported clearly.
 """

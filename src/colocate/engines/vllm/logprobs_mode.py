@@ -1,4 +1,4 @@
-"""In which mode vLLM's log-probs are the policy's own, log softmax(logits / temperature).
+"""The mode in which vLLM's log-probs are the policy's own, log softmax(logits / temperature).
 
 vLLM keeps one mode from its start to its end: "processed_logprobs" are computed after penalties, temperature
 and filters, "raw_logprobs" before all three. They are the policy's own if

@@ -150,7 +150,7 @@ class RolloutApp:
 
 
 def _refused(error: Exception) -> Exception:
-    """What the client is told of an error: status 400 where the engine refuses the request."""
+    """The error that the client gets: status 400 where the engine refuses the request."""
     if isinstance(error, ValueError):
         return Refused(400, str(error))
     return error

@@ -28,7 +28,7 @@ class Asked:
 
 
 def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
-    """What the body of a request asks for.
+    """The completions that the body of a request asks for.
 
     Every request has the same `sampling.max_tokens`, whatever its own limit is, which its prompt has: the
     engine draws together what is to be sampled alike.

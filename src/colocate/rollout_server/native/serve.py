@@ -30,7 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class NativeOptions:
-    """What a native rollout server is started with.
+    """Options of a native rollout server.
 
     Attributes:
         dtype: in which it computes; "auto": bfloat16 on a GPU, float32 on a CPU.

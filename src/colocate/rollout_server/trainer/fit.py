@@ -33,7 +33,7 @@ _MOST_SERVERS = 32
 
 
 class Facts(NamedTuple):
-    """What a run needs to know of a server that fits it."""
+    """Facts about a server that fits a run."""
 
     served_name: str
     """The name under which it offers the model."""
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
 
 
 class SeveralServers(ValueError):
-    """What answers at a server's address are several servers in turn."""
+    """Several servers answer in turn at what was given as one server's address."""
 
 
 class Starts:

@@ -46,7 +46,7 @@ class Replica(RolloutEngine, Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in messages, such as its address."""
+        """The name in messages, such as its address."""
         ...
 
     @property

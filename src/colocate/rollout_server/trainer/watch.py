@@ -23,7 +23,7 @@ trainer under load may take a while to send what it has counted as sent."""
 
 @dataclass(frozen=True)
 class Timeouts:
-    """What a trainer waits for until it gives a server up."""
+    """Time-outs and attempts after which a trainer gives a server up."""
 
     answer_s: float = 60.0
     """Deadline of requests that take the server no work."""
@@ -45,7 +45,7 @@ class Timeouts:
 
 
 ALONE = Timeouts()
-"""With the only server that there is."""
+"""Time-outs with the only server that there is."""
 
 
 def timeouts_among(num_servers: int) -> Timeouts:

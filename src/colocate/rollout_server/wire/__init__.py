@@ -1,1 +1,1 @@
-"""What both sides of a push of weights have in common."""
+"""The format of a push of weights, and the half of it that every server has."""

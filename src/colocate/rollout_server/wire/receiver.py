@@ -61,7 +61,7 @@ class ServedWeights(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What a trainer compares with its own model: `engine`, `num_replicas`, `can_sleep`,
+        """Facts that a trainer compares with its own model: `engine`, `num_replicas`, `can_sleep`,
         `logprobs_mode`, `dtype`, and `shape`, the options `weight_wire.SHAPE` of the model."""
         ...
 
@@ -207,7 +207,7 @@ class Receiver:
         return {"token": self.token}
 
     def claim(self) -> dict[str, Any]:
-        """Nothing more than `answer` has done: the run that gets this answer holds the server."""
+        """Do no more than `answer` has done: the run that gets this answer holds the server."""
         return {}
 
     def release(self) -> dict[str, Any]:
