@@ -107,10 +107,10 @@ class EnginePool(TurnEngine):
         self._barrier = barrier
         self._on_loss = on_loss
         self._timeout_s = timeout_s
-        self._places: dict[Hashable, _Place] = {}
-        """Where turns are being drawn: by their sequences' numbers, or by keys of `generate`'s own."""
-        self._homes: dict[Hashable, _Member] = {}
-        """Where a prompt, or an episode's earlier turns, are in a cache."""
+        self._assigned: dict[Hashable, _Assignment] = {}
+        """Turns that are being drawn, by their sequences' numbers or by keys of `generate`'s own."""
+        self._cached_by: dict[Hashable, _Member] = {}
+        """Engines that have a prompt, or an episode's earlier turns, in their cache."""
         self._ended: dict[Hashable, Completion] = {}
         self._num_lost: dict[Hashable, int] = {}
         self._num_calls = itertools.count()
@@ -164,8 +164,8 @@ class EnginePool(TurnEngine):
         return [completions[key] for key in keys]
 
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-        place = self._places.get(sequence)
-        return ((), None) if place is None else place.member.replica.progress(place.number, start)
+        assigned = self._assigned.get(sequence)
+        return ((), None) if assigned is None else assigned.member.replica.progress(assigned.number, start)
 
     def abort(self, sequences: Iterable[int]) -> None:
         sequences = list(sequences)
@@ -182,54 +182,54 @@ class EnginePool(TurnEngine):
     def _advance(self, waiting: Mapping[Key, Turn], sampling: SamplingParams) -> dict[Key, Completion]:
         """Place the turns that are nowhere yet, let all engines go on, and return those that have ended."""
         self._readmit()
-        if new := waiting.keys() - self._places.keys() - self._ended.keys():
+        if new := waiting.keys() - self._assigned.keys() - self._ended.keys():
             for turns in _groups({key: turn for key, turn in waiting.items() if key in new}):
-                self._place(turns, sampling)
+                self._assign(turns, sampling)
         for member in self._present:
             try:
-                ended = member.replica.poll() if member.places else {}
+                ended = member.replica.poll() if member.turns else {}
             except EngineLost as error:
                 self._lose(member, error)
                 continue
             for number, completion in ended.items():
-                if number in member.places:
+                if number in member.turns:
                     key = self._release(member, number)
                     self._ended[key] = completion
                     self._num_lost.pop(key, None)
         self.num_restarts = sum(member.replica.num_restarts for member in self._members)
         return {key: self._ended.pop(key) for key in waiting.keys() & self._ended.keys()}
 
-    def _place(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
+    def _assign(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
         """Give turns that begin on one prompt to one engine."""
-        home = _home_of(*next(iter(turns.items())))
-        member = self._choice(home, sum(turn.limit for turn in turns.values()))
-        self._homes[home] = member
+        cache_key = _cache_key(*next(iter(turns.items())))
+        member = self._choice(cache_key, sum(turn.limit for turn in turns.values()))
+        self._cached_by[cache_key] = member
         numbers = member.replica.submit(requests(list(turns.values())), sampling)
         for number, (key, turn) in zip(numbers, turns.items(), strict=True):
-            member.places[number] = key
+            member.turns[number] = key
             member.load += turn.limit
-            self._places[key] = _Place(member, number, turn.limit)
-            self._homes[key] = member
+            self._assigned[key] = _Assignment(member, number, turn.limit)
+            self._cached_by[key] = member
 
-    def _choice(self, home: Hashable, cost: int) -> _Member:
+    def _choice(self, cache_key: Hashable, cost: int) -> _Member:
         present = self._present or self._await_one()
         least = min(present, key=lambda member: member.load)
-        own = self._homes.get(home)
+        own = self._cached_by.get(cache_key)
         return own if own in present and own.load <= 2 * least.load + cost else least
 
     def _release(self, member: _Member, number: int) -> Hashable:
         """Take a turn from an engine; returns its key."""
-        key = member.places.pop(number)
-        member.load -= self._places.pop(key).cost
+        key = member.turns.pop(number)
+        member.load -= self._assigned.pop(key).cost
         return key
 
     def _forget(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
-            for known in (self._homes, self._ended, self._num_lost):
+            for known in (self._cached_by, self._ended, self._num_lost):
                 known.pop(key, None)
-            if (place := self._places.get(key)) is not None:
-                self._release(place.member, place.number)
-                place.member.replica.abort([place.number])
+            if (assigned := self._assigned.get(key)) is not None:
+                self._release(assigned.member, assigned.number)
+                assigned.member.replica.abort([assigned.number])
 
     # ── Engines that are lost and come back ──────────────────────────────────────────────────────────────
 
@@ -239,7 +239,7 @@ class EnginePool(TurnEngine):
 
     def _lose(self, member: _Member, error: EngineLost) -> None:
         """Take an engine's turns back, and have it probed."""
-        numbers = list(member.places)
+        numbers = list(member.turns)
         keys = [self._release(member, number) for number in numbers]
         member.replica.abort(numbers)
         member.loss = _Loss(member.replica, str(error), _FIRST_PROBE_S)
@@ -277,10 +277,10 @@ class EnginePool(TurnEngine):
             if present := self._present:
                 return present
             if time.monotonic() >= deadline_s:
-                raise RuntimeError(self._obituary())
+                raise RuntimeError(self._all_lost())
             time.sleep(_WAIT_S)
 
-    def _obituary(self) -> str:
+    def _all_lost(self) -> str:
         losses = [
             f"{member.replica.name}, lost at {member.loss.since}: {member.loss.reason}"
             for member in self._members
@@ -308,7 +308,7 @@ class EnginePool(TurnEngine):
         self._each(lambda replica: replica.sleep(keep_bytes // len(self._members)))
         super().sleep(keep_bytes)
         if takes_turns:
-            self._homes.clear()
+            self._cached_by.clear()
             self._barrier()
 
     def wake_up(self) -> None:
@@ -334,7 +334,7 @@ class EnginePool(TurnEngine):
                 member.replica.note_update(version)
         self._each(lambda replica: replica.update_weights(version))
         self.policy_version = version
-        self._homes.clear()  # the caches have been dropped
+        self._cached_by.clear()  # the caches have been dropped
         self._barrier()
 
     @property
@@ -381,7 +381,7 @@ class EnginePool(TurnEngine):
 @dataclass(eq=False)
 class _Member:
     replica: Replica
-    places: dict[int, Hashable] = field(default_factory=dict)
+    turns: dict[int, Hashable] = field(default_factory=dict)
     """The turns that it draws, by its own numbers for them."""
     load: int = 0
     """Tokens that they may still take."""
@@ -389,7 +389,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Assignment:
     member: _Member
     number: int
     cost: int
@@ -433,8 +433,8 @@ class _Loss:
             delay_s = min(2 * delay_s, _LAST_PROBE_S)
 
 
-def _home_of(key: Hashable, turn: Turn) -> Hashable:
-    """What the turn has in common with others: its episode's earlier turns, or else its group's prompt."""
+def _cache_key(key: Hashable, turn: Turn) -> Hashable:
+    """The key that a turn shares with its episode's earlier turns, or else with its group's."""
     return key if turn.number else ("prompt", turn.prompt.key)
 
 
@@ -442,5 +442,5 @@ def _groups(turns: Mapping[Key, Turn]) -> Iterator[dict[Key, Turn]]:
     """The turns, those of one group together."""
     groups: dict[Hashable, dict[Key, Turn]] = {}
     for key, turn in turns.items():
-        groups.setdefault(_home_of(key, turn), {})[key] = turn
+        groups.setdefault(_cache_key(key, turn), {})[key] = turn
     yield from groups.values()
