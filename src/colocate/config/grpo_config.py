@@ -39,7 +39,8 @@ from colocate.engines.options import EngineOptions
 from colocate.engines.registry import OLDER_NAMES, engine_of
 from colocate.engines.trtllm.options import TRTLLMOptions
 from colocate.engines.vllm.options import VLLMOptions
-from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.experience.options import CarryOptions, RefillOptions, TurnOptions
+from colocate.memory.plan_options import PlanOptions
 from colocate.options.names import TWINS, override, resolve, with_present_names
 from colocate.options.redaction import check_complete, redacted
 from colocate.options.requirements import (
@@ -52,6 +53,7 @@ from colocate.options.requirements import (
     NOT_NEGATIVE,
     PORT,
     POSITIVE,
+    SECONDS,
     SHARE,
     TEMPERATURE,
     TIMEOUT,
@@ -65,25 +67,29 @@ from colocate.options.requirements import (
 from colocate.options.values import coerce, nearest, types_of
 from colocate.parallel.meeting import meet, meeting
 from colocate.parallel.watch import begin_watch
+from colocate.policy.model.options import ModelOptions
+from colocate.reporting.options import JournalOptions
 from colocate.rollout_server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-SHARD_CHOICES: tuple[Any, ...] = ("auto", "none", 1, 2, 4, 8)
-
 _Record = TypeVar("_Record")
 
 _TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
-_THREADS = Requirement("must be 0 to 1,024 threads", lambda v: 0 <= v <= 1024)
-_SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
 
 
 @dataclass(repr=False)
-class GRPOConfig(
+class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     NativeOptions,
     VLLMOptions,
     ServerOptions,
     TRTLLMOptions,
+    ModelOptions,
+    PlanOptions,
+    RefillOptions,
+    CarryOptions,
+    TurnOptions,
+    JournalOptions,
     AdvantageOptions,
     ObjectiveParams,
     TrainingArguments,
@@ -112,85 +118,30 @@ class GRPOConfig(
 
     learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
     logging_steps: Annotated[float, INTERVAL] = 10
-    gradient_checkpointing: bool = True
-    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Read
-    only for models that are not supported natively (see `engine`); the others follow `activation_policy`."""
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Read where
-    `gradient_checkpointing` is."""
-    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
-    """Keep the parameters in bfloat16, with float32 master weights in the optimizer. None: True on a GPU that
-    has bfloat16, else False."""
     remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
     """Keep only the dataset's column `prompt`, so that reward functions see no other."""
     resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
     """The checkpoint that `colocate train` continues from. True: the newest one in `output_dir`. "auto": the
     newest one that is not corrupt; if there is none at all, the run begins at step 0."""
 
-    # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
-
-    model_init_kwargs: dict[str, Any] | None = None
-    """Arguments of `from_pretrained` when the model is given by name."""
-    trust_remote_code: bool = False
-    """Allow the Python code that a model or tokenizer on the Hub brings to run."""
-    disable_dropout: bool = False
-    """Set every dropout probability of the model to 0."""
-
     # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
 
-    num_generations: int = 8
-    """Completions per prompt (G): at least 2, and a divisor of `generation_batch_size`."""
-    num_generations_eval: Annotated[int | None, AT_LEAST_ONE] = None
-    """Completions per prompt in evaluation. None: `num_generations`."""
     generation_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Completions per rollout, over all ranks. None: per_device_train_batch_size × ranks ×
     steps_per_generation."""
-    steps_per_generation: Annotated[int | None, AT_LEAST_ONE] = None
-    """Micro-steps that one rollout is trained in. None: gradient_accumulation_steps, so that a rollout feeds
-    one optimizer step."""
     num_iterations: Annotated[int, FEW] = 1
     """How many times each rollout is trained on (μ)."""
-    max_prompt_length: Annotated[int | None, AT_LEAST_ONE, IN_COMPLETIONS] = None
-    """Cut a longer prompt to this many last tokens. None: no prompt is cut. (TRL has dropped the option.)"""
-    max_completion_length: Annotated[int, AT_LEAST_ONE, IN_COMPLETIONS] = 512
-    """The most tokens that one completion may have."""
     shuffle_dataset: bool = True
     """Visit the prompts in random order (seeded by `data_seed`, or by `seed` where that is not set)."""
     dataset_weights: dict[str, Any] | None = None
     """Shares of the prompts by the value of the dataset's column `dataset`, such as {gsm8k: 0.7, math: 0.3};
     they sum to 1. None: every row is visited equally often. A run file's `datasets` set it."""
-    apply_chat_template: Annotated[bool | None, IN_COMPLETIONS] = None
-    """Make a user's message of each prompt that is a string, so that the chat template is applied. None: as
-    False, with a warning if the tokenizer has a chat template."""
-    max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
-    """The most tokens in one packed micro-batch. It changes memory and speed, never the gradient. None: the
-    planner chooses; on a CPU, and for models that are not supported natively (see `engine`), it is
-    per_device_train_batch_size × the longest sequence of the step, as much as TRL's padded micro-batch
-    holds."""
-    activation_policy: Annotated[str, OneOf(("auto", *ACTIVATION_POLICIES))] = "auto"
-    """Which activations the layers keep for the backward pass: "keep" (all), "selective" (all but the MLP's
-    gate and up), "full" (each layer's input) or "offload" (each layer's input, in host memory). Each needs
-    less memory and more work than the one before it; "auto" lets the planner choose. Read only for models
-    that are supported natively (see `engine`); the others follow `gradient_checkpointing`."""
     share_prompts: bool = True
     """In training, compute a group's prompt once for all of its completions in a micro-batch. False: once for
     each completion, as TRL does."""
-    logprob_chunk_size: Annotated[int | None, AT_LEAST_ONE] = None
-    """How many tokens' logits exist at one time, as float32 of [tokens, vocabulary]. None: the planner
-    chooses; where there is no plan, 1,024."""
-    offload_optimizer: bool | None = None
-    """Move the optimizer's master weights and moments to pinned host memory while completions are generated.
-    With Adam that leaves the KV cache 12 more bytes per parameter trained in bf16. The copy back runs while
-    rewards are computed and during forward and backward. None: only where the KV cache would be too small
-    otherwise."""
     offload_scorers: bool = False
     """Keep the weights of reward models, and of the reference in full fine-tuning, in pinned host memory
     except while rollouts are scored: neither the KV cache nor training shares the device with them then."""
-    shard: Annotated[int | str, OneOf(SHARD_CHOICES)] = "auto"
-    """How several processes split the training state. "none": each has all of it. 1: masters, moments and
-    reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
-    machine share one copy of the weights, too, and decode together. "auto": 1, as far as the optimizer steps
-    on each value by itself."""
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 
@@ -213,10 +164,6 @@ class GRPOConfig(
     the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
     end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
     such as num_beams, makes engine="auto" choose "transformers"."""
-    chat_template_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
-    """Arguments of the tokenizer's `apply_chat_template` for conversational prompts. With
-    continue_final_message: true, completions continue the last message of prompts that end with one of the
-    assistant."""
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,8 +176,6 @@ class GRPOConfig(
     """Optimizer steps between two moves of the reference model."""
     mask_truncated_completions: Annotated[bool, IN_COMPLETIONS] = False
     """Leave completions that reached `max_completion_length` out of the loss."""
-    top_entropy_quantile: Annotated[float, FRACTION] = 1.0
-    """The policy loss keeps this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
     entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
     """The smallest `entropy_coef` with use_adaptive_entropy=True."""
     entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -246,58 +191,10 @@ class GRPOConfig(
 
     reward_weights: Annotated[list[float] | None, IN_COMPLETIONS] = None
     """One weight per reward function, in the order of `reward_funcs`. None: every weight is 1."""
-    reward_timeout_s: Annotated[float | None, _SECONDS] = 1800.0
+    reward_timeout_s: Annotated[float | None, SECONDS] = 1800.0
     """Seconds that each reward function may take for the completions of a rollout. A function that takes
     longer ends the run with an error that names it; where the trainer is not in the main thread, it ends the
     process. None: no limit."""
-
-    # ── Dynamic sampling ─────────────────────────────────────────────────────────────────────────────────
-
-    max_refill_rounds: Annotated[int, NOT_NEGATIVE] = 0
-    """How many more rollouts may replace groups whose members all have one reward, until the batch is full
-    (dynamic sampling, DAPO). The first rollout of a step asks for more prompts, too, by the share of such
-    groups in the steps before; all together for at most so many more batches of prompts. What is missing then
-    stays as it is. 0: all groups are trained on."""
-    refill_reward: str | None = None
-    """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
-    weighted sum of all."""
-
-    # ── Carry-over ───────────────────────────────────────────────────────────────────────────────────────
-
-    max_policy_lag: Annotated[int, NOT_NEGATIVE] = 0
-    """How many generation batches are begun ahead, so that the device stays full until the longest completion
-    ends. Their tokens may then be drawn by weights that are that many rollouts old. 0: none, all tokens are
-    drawn by the weights that are trained."""
-    mask_stale_tokens: Annotated[bool, IN_COMPLETIONS] = False
-    """With max_policy_lag: leave tokens that older weights have drawn out of the loss."""
-
-    # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
-
-    max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE, IN_COMPLETIONS] = None
-    """Turns at most after which the tools that a model calls are run; what it calls in the next one is not.
-    None: no limit but `max_completion_length`, which bounds all tokens after a prompt."""
-    tool_timeout_s: Annotated[float | None, _SECONDS] = None
-    """Seconds that a call of a tool may take; the model then reads an error instead of a result. An
-    environment's `reset` and its construction may take as long. None: no limit. The trainer must be in the
-    main thread, unless there are `tool_workers`."""
-    tool_workers: Annotated[int, _THREADS] = 0
-    """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
-    other, while the device generates."""
-    agent_timeout_s: Annotated[float | None, _SECONDS] = None
-    """Seconds that the trainer's `agent` may take for an episode, which then ends with the calls that were
-    made. None: no limit."""
-    agent_port: Annotated[int | None, PORT] = None
-    """Port of 127.0.0.1 at which the trainer's `agent` asks the policy; the ranks of a run have this one and
-    the next ones, in their order. None: any that is free."""
-
-    # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
-
-    log_completions: bool = False
-    """Print and save prompts, completions and rewards every `logging_steps` steps."""
-    num_completions_to_print: Annotated[int | None, NOT_NEGATIVE] = None
-    """How many completions to print with log_completions=True. None: all."""
-    log_unique_prompts: bool = False
-    """Print and save only one completion of each prompt with log_completions=True."""
 
     # ── Configurations of DeepSpeed and FSDP, whose meaning `shard` and `offload_optimizer` take over ────
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from colocate.data.encoding import CONTINUE, is_continued
+from colocate.data.options import PromptOptions
 from colocate.data.prompts import is_conversational, tell_bare_strings
 
 logger = logging.getLogger(__name__)
@@ -18,13 +19,6 @@ _USUAL_TAGS = ("think", "thinking", "reasoning", "thought", "answer", "solution"
 """Tags that reward functions look for."""
 _READS_TAGS = {"think_format_reward": "<think>"}
 """Built-in reward functions that want a tag at a completion's beginning."""
-
-
-class PromptOptions(Protocol):
-    """The options that prompts are made with; `GRPOConfig` documents each."""
-
-    chat_template_kwargs: dict[str, Any] | None
-    apply_chat_template: bool | None
 
 
 def tell_first_prompt(

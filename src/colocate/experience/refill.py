@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,21 +25,13 @@ from colocate.data.sampler import PromptBatch, PromptBatches
 from colocate.experience import ranks
 from colocate.experience.dealing import spread
 from colocate.experience.judge import Group, Rollout
+from colocate.experience.options import RefillOptions
 from colocate.experience.select import Selector
-from colocate.experience.weighting import WeightingOptions
 from colocate.policy.policy import Policy
 from colocate.reporting.run_log import reserve_metrics
 from colocate.types import Sample
 
 reserve_metrics("refill/dull_groups", "refill/unused_groups", "refill/rounds")
-
-
-class RefillOptions(WeightingOptions, Protocol):
-    """The options of refilling; `GRPOConfig` documents each."""
-
-    max_refill_rounds: int
-    refill_reward: str | None
-    num_generations: int
 
 
 class RefillingSelector(Selector):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
 from colocate.data.prompts import all_prompts, check_context_length, row_name, tokenize_prompts
 from colocate.data.sampler import PromptBatch, rank_slice
+from colocate.experience.options import RequestOptions
 from colocate.types import Prompt
 
 
@@ -37,22 +38,6 @@ class RolloutRequest:
         """The row and the prompt of each completion, in the order in which the engine returns completions."""
         pairs = zip(self.rows, self.prompts, strict=True)
         return [(row, prompt) for row, prompt in pairs for _ in prompt.samples]
-
-
-class RequestOptions(Protocol):
-    """The options that requests are made with; `GRPOConfig` documents each."""
-
-    num_generations: int
-    num_generations_eval: int | None
-    max_prompt_length: int | None
-    max_completion_length: int
-    chat_template_kwargs: dict[str, Any] | None
-
-    @property
-    def process_index(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
 
 
 class RequestBuilder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -16,27 +15,9 @@ from colocate.algorithms.losses import loss_weights
 from colocate.algorithms.masks import entropy_threshold
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.experience import ranks
+from colocate.experience.options import WeightingOptions
 from colocate.policy.policy import Policy
 from colocate.types import Sample
-
-
-class WeightingOptions(Protocol):
-    """The options that slices are cut and weighed by; `GRPOConfig` documents each."""
-
-    seed: int
-    loss_type: str
-    max_completion_length: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int | None
-    top_entropy_quantile: float
-
-    @property
-    def process_index(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
 
 Member = Sequence[Sample]
 """The samples of one episode."""

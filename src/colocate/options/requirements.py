@@ -41,6 +41,7 @@ FRACTION = Requirement("must lie between 0 and 1", lambda v: 0 <= v <= 1)
 SHARE = Requirement("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Requirement("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
 TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
+SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
 PORT = Requirement("must be a port, 1 to 65535", lambda v: 1 <= v <= 65535)
 INTERVAL = Requirement(
     "must be a whole number of steps, at least 1, or a share of the run between 0 and 1; for never set the "

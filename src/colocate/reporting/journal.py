@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from colocate.reporting import messages
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.learning_watch import LearningWatch
 from colocate.reporting.metrics import MetricHistory
+from colocate.reporting.options import JournalOptions
 from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
 from colocate.reporting.run_log import RunLog, reserve_metrics
@@ -52,27 +53,6 @@ def _integrations(report_to: Any) -> list[TrainerCallback]:
         return [own.get(callback, callback)() for callback in get_reporting_integration_callbacks(report_to)]
     except RuntimeError as error:  # what transformers raises where the package is missing
         raise ImportError(f"report_to={report_to!r}: {error}") from error
-
-
-class JournalOptions(Protocol):
-    """The options that a journal reads; some are transformers' own, some are added by `GRPOConfig`."""
-
-    run_name: str | None
-    report_to: Any
-    disable_tqdm: bool | None
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int | None
-    num_iterations: int
-    save_strategy: Any
-    save_only_model: bool
-    restore_callback_states_from_checkpoint: bool
-    log_completions: bool
-    log_unique_prompts: bool
-    num_completions_to_print: int | None
-
-    @property
-    def run_dir(self) -> Path: ...
 
 
 class Journal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from transformers import (
 
 from colocate.options.names import with_present_names
 from colocate.options.values import shown
+from colocate.policy.model.options import ModelOptions
 from colocate.policy.model.precision import asked_dtype, cast_to_bf16, check_types, refuse_float16
 from colocate.policy.model.training_mode import disable_dropout
 from colocate.weights.adapters import refused_by_peft, why_not_reproduced, why_not_trained, without_routers
@@ -40,17 +41,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 logger = logging.getLogger(__name__)
-
-
-class ModelOptions(Protocol):
-    """The options that a model is loaded and prepared by; `GRPOConfig` documents each."""
-
-    bf16: bool | None
-    model_init_kwargs: Any
-    trust_remote_code: bool
-    disable_dropout: bool
-    gradient_checkpointing: bool
-    gradient_checkpointing_kwargs: Any
 
 
 def prepare_model(
