@@ -47,7 +47,7 @@ class SavedModel:
     code: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def place(self) -> str:
+    def trained(self) -> str:
         """Directory or Hub name of what was trained: the adapter, or else the whole model."""
         return self.base if self.adapter is None else self.adapter
 

@@ -229,8 +229,7 @@ def _is_held_out(task: RunConfig, known: argparse.Namespace) -> bool:
 
 
 def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tuple[list[Row], str]:
-    """The rows to measure on, with prompts made as in training, and which of them the run held out (or
-    "")."""
+    """The rows to measure on, with prompts as in training, and which of them the run held out (or "")."""
     from colocate.data.mixture import FORMAT_OPTIONS, DatasetEntry
     from colocate.data.prompts import as_conversations, validate_columns
 

@@ -99,8 +99,7 @@ def _serve(
     chat_template: tuple[str | None, Mapping[str, Any]],
     listening: Any,
 ) -> None:
-    """Serve until a signal comes; `chat_template` is the template (None: the model's own) and its
-    arguments."""
+    """Serve until a signal comes; `chat_template`: the template (None: the model's own), its arguments."""
     from colocate.checkpoints.saved_model import find_model
 
     options = _options(known)
@@ -153,8 +152,7 @@ def _serve(
 
 
 def _key_for(host: str) -> ServerKey | None:
-    """The key that requests need, which an address that other machines reach must have; None: there is
-    none."""
+    """The key that requests need, which an address that other machines reach must have; or None."""
     key = key_from_environment()
     if key is None and not is_loopback(host):
         raise ValueError(

@@ -125,8 +125,7 @@ def _num_ranks(environment: Mapping[str, str]) -> int | None:
 
 
 def _check_output_dir(directory: Path, is_main: bool) -> None:
-    """Refuse a directory that cannot be written, or that another run writes, before data and model are
-    loaded."""
+    """Refuse a directory that cannot be written, or that another run writes, before data are loaded."""
     from colocate.checkpoints.lock import RunLock
     from colocate.checkpoints.sealed import check_writable
 

@@ -73,9 +73,8 @@ def held_out_rows(
 
 
 def _check_same(saved: SavedModel, trained_on: datasets.Dataset) -> None:
-    """Refuse rows for training that are not those in the newest checkpoint: another split would be
-    measured."""
-    was, now = _training_data_of(Path(saved.place)), fingerprint(trained_on)
+    """Refuse rows for training that differ from those in the newest checkpoint, as the split would."""
+    was, now = _training_data_of(Path(saved.trained)), fingerprint(trained_on)
     if was and was["columns"] == now["columns"] and was != now:
         raise ValueError(
             f"The data have changed since {saved.name} was trained: {was['rows']:,} rows were left to train "

@@ -111,7 +111,7 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
             model = _with_adapter(model, saved, is_any_base)
     disable_dropout(model)
     model.eval().requires_grad_(False)
-    own = saved.place if found_file(saved.place, "tokenizer_config.json") is not None else saved.base
+    own = saved.trained if found_file(saved.trained, "tokenizer_config.json") is not None else saved.base
     trust = config.trust_remote_code
     with _asking_for_trust(saved):
         with naming_damage(own):

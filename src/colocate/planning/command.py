@@ -121,8 +121,7 @@ def _model_config(run: RunConfig, config: GRPOConfig) -> PretrainedConfig:
 
 
 def _layout(model: nn.Module) -> Layout:
-    """The layout of a model; the error for one that is not supported has the memory that is known all the
-    same."""
+    """The layout of a model; the error for an unsupported one has the memory that is known all the same."""
     try:
         return layout_for(model)
     except ValueError as error:

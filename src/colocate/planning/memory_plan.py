@@ -34,7 +34,7 @@ blocks of whole 2 MiB, and gaps remain between tensors that come and go."""
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a run trains, and where the memory of one device goes."""
+    """A way to train a run, and the use of one device's memory by it."""
 
     rows: tuple[Row, ...]
     train_plan: TrainPlan

@@ -201,8 +201,7 @@ def _result_of(report: PlanReport, remedy: Remedy) -> str:
 
 
 def _larger_devices(report: PlanReport, *, is_only_way: bool) -> Iterator[str]:
-    """The memory or number of GPUs that the run needs unchanged, or the memory with adapters if nothing
-    helps."""
+    """The memory or GPUs that the run needs unchanged, or the memory with adapters if nothing helps."""
     shapes, ways, added = report.case.shapes, [("Unchanged, it", report.case)], ""
     if is_only_way and not shapes.has_adapters:
         added = "use_peft=True "

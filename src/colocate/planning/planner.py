@@ -326,8 +326,8 @@ class Planner:
         return chosen if may_grow or _rank(chosen) < _rank(train_plan) else train_plan
 
     def _prediction(self, train_plan: TrainPlan, num_tokens: int) -> tuple[int, int]:
-        """Predicted bytes of a step with micro-batches of up to `num_tokens`: (all, those that grow with
-        tokens)."""
+        """Predicted bytes of a step with micro-batches of `num_tokens`: all, and those that grow with
+        them."""
         workload = self.workload
         if num_tokens < workload.max_sequence_length:
             # Real sequences are often shorter than the longest that may come.
@@ -344,8 +344,7 @@ class Planner:
         return whole, whole - fixed
 
     def _exchange_bytes(self, train_plan: TrainPlan) -> int:
-        """Predicted bytes while ranks that split the optimizer exchange gradients and step; 0 without a
-        split."""
+        """Predicted bytes while ranks with a split optimizer exchange gradients and step; else 0."""
         if not self.workload.sharding.is_split:
             return 0
         return train_bytes(self._shapes, self.workload, train_plan, 1.0, ("reduce", "step"))

@@ -103,8 +103,7 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
 
 
 def _with_text(entry: Any) -> Any:
-    """A conversation with the arguments of calls and the content of messages as text; other values as they
-    are."""
+    """A conversation with arguments of calls and contents of messages as text; other values as they are."""
     if not _is_conversation(entry):
         return entry
     messages = [dict(message) for message in entry]

@@ -63,8 +63,8 @@ class LearningWatch:
             rollouts, completions = self._lasting.get(symptom, (0, 0))
             rollouts, completions = rollouts + 1, completions + len(table.prompts)
             self._lasting[symptom] = rollouts, completions
-            patience = NUM_UNREWARDED if symptom.startswith("unrewarded ") else 1
-            is_long = rollouts >= patience * NUM_ROLLOUTS and completions >= patience * NUM_COMPLETIONS
+            factor = NUM_UNREWARDED if symptom.startswith("unrewarded ") else 1
+            is_long = rollouts >= factor * NUM_ROLLOUTS and completions >= factor * NUM_COMPLETIONS
             if is_long and symptom not in self._said:
                 self._said.add(symptom)
                 lasted = f"For {rollouts} rollouts ({completions:,} completions) {text}"
@@ -112,8 +112,7 @@ def _zero_gradient(metrics: Mapping[str, float]) -> str:
 def _symptoms(
     metrics: Mapping[str, float], table: CompletionTable, forms: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Faults of a rollout, by a name that stays the same, and in words; of several reasons for one
-    thing the most specific."""
+    """The faults of a rollout by name, in words; of several reasons for one, the most specific."""
     if metrics.get("completions/clipped_ratio", 0.0) >= 1:
         yield (
             "truncated",

@@ -249,7 +249,7 @@ class Progress:
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
     def _memory(self, record: Mapping[str, Any]) -> str:
-        """The most memory in use in the recent steps (a rollout may need more than training), on a CPU by
+        """The most memory in use in the recent steps (a rollout may need more than training); on CPUs by
         parts."""
         if not self._recent_spans:
             return ""

@@ -62,11 +62,6 @@ def duration(seconds: float) -> str:
     return f"{seconds // 60} min {seconds % 60:02d} s" if seconds >= 60 else f"{seconds} s"
 
 
-def reward_ends(run: RecordedRun) -> tuple[float, float, int]:
-    """(mean reward of the first n steps, of the last n, n), where n is a tenth of the run, ten at most."""
-    return ends(run.metric("reward"))
-
-
 def _header(run: RecordedRun) -> str:
     versions = run.info.get("versions")
     last = run.x[-1]
@@ -81,7 +76,7 @@ def _header(run: RecordedRun) -> str:
 
 
 def _tiles(run: RecordedRun) -> str:
-    first, last, count = reward_ends(run)
+    first, last, count = ends(run.metric("reward"))
     tiles = []
     if count:
         over = f"means of the first and last {count} steps" if count > 1 else "first and last step"

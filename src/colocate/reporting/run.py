@@ -60,8 +60,7 @@ class RecordedRun:
 
     @cached_property
     def _metrics(self) -> dict[str, list[float]]:
-        """Columns that `metric` has read: a wide and a narrow drawing ask for the same, of up to 50,000
-        steps."""
+        """Columns read by `metric`: a wide and a narrow drawing ask for the same, of up to 50,000 steps."""
         return {}
 
     def eval_metric(self, name: str) -> tuple[list[float], list[float]]:

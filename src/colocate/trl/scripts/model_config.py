@@ -135,7 +135,7 @@ def lora_config(**options: Any) -> LoraConfig:
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """How the model is quantised while it loads, for the trainer's `quantization_config`; None: not at all.
+    """The way to quantise the model while it loads, for the trainer's `quantization_config`; or None.
 
     Raises:
         ValueError: no type is given in which 4-bit weights are multiplied.
