@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
-from benchmarks.precision import curves, log_ratios, speed
+from benchmarks.precision import ablations, curves, log_ratios, speed
 from benchmarks.precision.cases import STEPS_PER_LOOK
 from benchmarks.precision.suite import compute_claims
+from tiny import make_model
 
 
 def test_speed_is_measured_at_every_precision(tmp_path, monkeypatch):
@@ -68,3 +70,21 @@ def test_differences_of_rewards_are_paired():
     assert claims["final_reward_difference_fp8"] == pytest.approx(0.0)
     assert claims["final_reward_difference_fp8_error"] == pytest.approx(0.1)
     assert claims["final_reward_fp8_kv"] is None
+
+
+def test_ablations_round_what_they_say_and_leave_the_model_as_it_was():
+    model = make_model(num_hidden_layers=2, head_dim=64, hidden_size=128, intermediate_size=128)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = torch.randint(3, 40, (2, 12))
+    found = ablations.measure(model.float().eval(), tokens, torch.ones_like(tokens))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    moved = {name: figures["mean_abs"] for name, figures in found.items() if name != "tokens"}
+    assert all(0 < size < 1 for size in moved.values())
+    # A step of int8 is 1/127 of a row's largest value, and one of e4m3 1/8 of each value.
+    assert moved["keys and values int8"] < moved["keys and values e4m3"]
+    assert moved["products int8, rotated"] < moved["products e4m3"]
+
+
+def test_a_rotation_is_undone():
+    x = torch.randn(3, 128)
+    assert torch.allclose(ablations.rotated(lambda y: y)(x), x, atol=1e-6)
