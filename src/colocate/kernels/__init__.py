@@ -1,4 +1,4 @@
-"""What engine and policy compute alike."""
+"""Computations that engine and policy share, as Triton kernels and PyTorch operations."""
 
 import os
 

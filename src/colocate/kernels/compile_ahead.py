@@ -46,7 +46,7 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 @contextmanager
 def compiling(device: torch.device) -> Iterator[None]:
-    """Within the block this thread's kernels are compiled and not launched; it ends when all are ready.
+    """Compile this thread's kernels instead of launching them; the block ends when all are ready.
 
     What the kernels would have written is undefined, so nothing may depend on it: no result, and no index.
     A kernel that fails to compile raises where it is launched, after the block. An exception in the block

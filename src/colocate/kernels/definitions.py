@@ -1,4 +1,4 @@
-"""What the kernels of a decoder layer compute, in PyTorch operations, and the constants it depends on.
+"""Definitions, in PyTorch operations, of the kernels of a decoder layer, with their constants.
 
 The native engine (`TorchBackend`) and the trainer (`kernels.train.operations`) run these functions where no
 kernel runs, so that both agree by construction; tests measure the kernels against them. They follow
@@ -25,7 +25,7 @@ changes all draws."""
 
 @dataclass(frozen=True)
 class Rotation:
-    """What heads of queries and keys go through before attention: norms (Qwen3's), then rotary embedding."""
+    """The steps of heads of queries and keys before attention: norms (Qwen3's), then rotary embedding."""
 
     cos: Tensor  # [positions, D] in the model's type, contiguous
     sin: Tensor  # [positions, D] in the model's type, contiguous

@@ -15,7 +15,7 @@ _is_left_out = False
 
 @contextmanager
 def lasting_objects_left_out() -> Iterator[None]:
-    """Within the block, searches leave out what there is at its beginning; garbage of before goes first."""
+    """Leave what there is now out of searches within the block; collect garbage first."""
     global _is_left_out
     gc.collect()
     gc.freeze()

@@ -180,7 +180,7 @@ class _Moved:
         return sum(len(part) for part in self.host_parts)
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For every part, its bytes on the device and its bytes on the host."""
+        """Every part's bytes on the device and on the host."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         yield from zip(whole.split([len(part) for part in self.host_parts]), self.host_parts, strict=True)
 

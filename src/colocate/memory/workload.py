@@ -1,4 +1,4 @@
-"""What a run asks of one device (lengths, batch sizes, optimizer, engine) and how its ranks split it. The
+"""The work of one device in a run (lengths, batch sizes, optimizer, engine) and how its ranks split it. The
 model's shape is in `ModelShapes`."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of one device, apart from the model's shape."""
+    """The work of one device in a run, apart from the model's shape."""
 
     parameter_dtype: torch.dtype
     prompt_tokens: int
@@ -95,7 +95,7 @@ class Workload:
     """Tokens that the user wants the KV cache to hold; None: as many as a rollout can use and memory
     allows."""
     rollout_precision: str = "bf16"
-    """In how many bits the native engine generates: "bf16", "fp8_kv" or "fp8"."""
+    """The bits of the native engine's rollouts: "bf16", "fp8_kv" or "fp8"."""
     decode_rows: int = 512
     """Sequences for which the buffers of a decode step have room, one row each."""
     decode_scratch_bytes: int = 0
@@ -116,7 +116,7 @@ class Workload:
 
     @property
     def of_engine(self) -> Workload:
-        """What a rank's part of an engine is asked for: the t' ranks that decode together complete the
+        """The work of a rank's part of an engine: the t' ranks that decode together complete the
         prompts of all of them, each with its part of every matrix and of every head."""
         num_sequences = self.num_rollout_sequences * self.sharding.num_decode_parts
         return replace(self, num_rollout_sequences=num_sequences)

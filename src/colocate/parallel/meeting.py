@@ -50,7 +50,7 @@ class Meeting:
     num_decisions: int = 0
 
     def decide(self, report: str, judge: Callable[[Sequence[str | None]], str], timeout_s: float) -> str:
-        """What `judge` makes of the reports of all ranks, on every rank.
+        """The result of `judge` on the reports of all ranks, on every rank.
 
         Every rank must call it, in the same order of calls.
 
@@ -128,7 +128,7 @@ class Meeting:
         return [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])]
 
     def _last_words(self, reports: Sequence[str | None]) -> str:
-        """What ranks have said that have ended before they came; empty if none has."""
+        """The errors of ranks that have ended before they came; empty if none has."""
         missing = [rank for rank, report in enumerate(reports) if report is None]
         return "\n".join(
             f"{self.num_ranks} processes were to join, and rank {rank} is missing. It has ended with the "

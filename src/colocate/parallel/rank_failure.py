@@ -1,4 +1,5 @@
-"""Why a rank has failed: the last lines that it wrote, its error file, and errors that all ranks have alike.
+"""Reports of why a rank has failed: the last lines that it wrote, its error file, and errors that all ranks
+have alike.
 
 Of several ranks that end, their launcher shows the one that failed first, by the error files: torchrun names
 the file, and so does accelerate, which starts torchrun; the launcher on Ray names one, too. See
@@ -27,7 +28,7 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Failure(NamedTuple):
-    """What an error file says."""
+    """The contents of an error file."""
 
     at_s: int
     """When the rank failed, in seconds of its node's clock."""
@@ -53,7 +54,7 @@ def record_failure(error: BaseException, text: str = "") -> None:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What a rank has written; None: nothing, or it was cut short."""
+    """Read a rank's error file; None: there is none, or it was cut short."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         extra: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
         return Failure(int(extra["timestamp"]), str(extra["py_callstack"]))

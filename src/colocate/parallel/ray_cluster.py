@@ -21,8 +21,9 @@ from colocate.options.redaction import redacted
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """What a run asks of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each, on GPUs or not, and
-    `num_replicas` servers, each on `replica_size` GPUs of one node, or CPUs if the ranks are on CPUs."""
+    """The resources that a run requests of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each,
+    on GPUs or not, and `num_replicas` servers, each on `replica_size` GPUs of one node, or CPUs if the ranks
+    are on CPUs."""
 
     num_nodes: int
     ranks_per_node: int
@@ -32,7 +33,7 @@ class ClusterRequest:
     num_replicas: int = 0
     replica_size: int = 1
     replica_engine: str = "vllm"
-    """What the servers draw with: "vllm" or "native"."""
+    """The servers' engine: "vllm" or "native"."""
     vllm_options: tuple[str, ...] = ()
     """Options of vLLM's servers, which override those that are set here."""
     is_colocated: bool = True
@@ -42,7 +43,7 @@ class ClusterRequest:
     timeout_s: float = 0.0
     """Seconds to wait for the cluster's resources at each start."""
     words: str = ""
-    """What the command line says of all this, for the command to go on."""
+    """The command line's options of the launcher, to repeat in messages."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ class ClusterRequest:
 
     @property
     def bundles(self) -> list[list[dict[str, float]]]:
-        """For each placement group, the ranks' first, Ray's resources of its bundles, one for each actor."""
+        """Ray's resources of each placement group's bundles, one for each actor; the ranks' groups first."""
         num_servers = 0 if self.is_colocated else self.num_replicas
         rank = {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
         server = {name: number * self.replica_size for name, number in rank.items()}
@@ -88,7 +89,7 @@ class RayPlace:
 
     @property
     def tables(self) -> list[list[str]]:
-        """For each group its node, which bears its name here, once for each bundle; see `slices.cut`."""
+        """Each group's node, which bears its name here, once for each bundle; see `slices.cut`."""
         return [[name] * size for name, size in zip(self.groups, self.sizes, strict=True)]
 
     @property
@@ -102,7 +103,7 @@ class RayPlace:
 
     @classmethod
     def of_this_rank(cls) -> RayPlace | None:
-        """What the launcher has told this process; None: it was started in another way."""
+        """The place that the launcher has given this process; None: it was started in another way."""
         if (text := os.environ.get(VARIABLE)) is None:
             return None
         told = json.loads(text)
@@ -129,7 +130,8 @@ def check_address(given: str) -> None:
 
 @contextmanager
 def watched(address: str) -> Iterator[None]:
-    """Within, says on stderr when nobody listens at the head's address any more, and when somebody does.
+    """Say on stderr, within the block, when nobody listens at the head's address any more, and when somebody
+    does.
 
     It ends nothing: a head whose state is kept elsewhere may come back, and Ray waits for that. If it does
     not, Ray ends the process after a minute, from a thread of its own and without unwinding.

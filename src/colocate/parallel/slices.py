@@ -12,11 +12,11 @@ class Slice(NamedTuple):
     node: Hashable
     """The node of the first, as the tables name it."""
     bundles: tuple[tuple[int, int], ...]
-    """For each GPU the number of its placement group and of its bundle there, in rising order."""
+    """Each GPU's number of its placement group and of its bundle there, in rising order."""
 
     @property
     def by_group(self) -> dict[int, list[int]]:
-        """For each placement group that it has bundles of, by number, their numbers there."""
+        """The numbers of its bundles by the number of their placement group."""
         groups: dict[int, list[int]] = {}
         for group, bundle in self.bundles:
             groups.setdefault(group, []).append(bundle)

@@ -61,7 +61,7 @@ class Peers:
         return any(flag for (flag,) in self.gather(int(flag)))
 
     def short_of_memory(self, error: Exception | None) -> list[str]:
-        """What the ranks that have run out of memory say, each with its name; empty if all have succeeded.
+        """The errors of ranks that have run out of memory, each with its name; empty if all have succeeded.
 
         Args:
             error: what this rank's work has ended with; None: it has succeeded.

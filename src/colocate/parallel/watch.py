@@ -57,7 +57,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank lets the others know of itself."""
+    """The state of a rank that the others read."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""What the main thread of a rank is doing, and which rank the others wait for."""
+"""The work of a rank's main thread, and which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _REMEDIES = {
     "experience/agent": "agent_timeout_s limits the time of an agent.",
 }
 _BY_DESIGN = "roll_out"
-"""What takes ranks unlike times by design, where no code of the user's runs: they draw unlike lengths."""
+"""Work that takes ranks unlike times by design, where no code of the user's runs: they draw unlike
+lengths."""
 
 
 class Whereabouts(NamedTuple):
-    """What a rank's main thread is doing."""
+    """The work of a rank's main thread."""
 
     waits: bool
     """Whether it waits for other ranks."""
@@ -37,7 +38,7 @@ class Whereabouts(NamedTuple):
     """The function it is in, and its file: the user's that was called from here, if there is one; empty where
     it may rightly take as long as it takes."""
     remedy: str
-    """What limits the time of it, as a sentence; empty: nothing."""
+    """The limit of its time, as a sentence; empty: nothing."""
 
     @classmethod
     def of_this_process(cls) -> Whereabouts:
@@ -71,7 +72,7 @@ class Whereabouts(NamedTuple):
 
 
 class Seen(Protocol):
-    """What another rank has let this one know of it (`watch.Sign`)."""
+    """The state of another rank (`watch.Sign`)."""
 
     @property
     def rank(self) -> int: ...
@@ -99,7 +100,8 @@ class Stalls:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, waits: bool, others: Iterable[Seen]) -> list[str]:
-        """What is to be told now: each rank and what it does once, by the first of the ranks that wait.
+        """The messages that are due now: each rank and what it does once, by the first of the ranks that
+        wait.
 
         Args:
             waits: whether this rank waits for others.

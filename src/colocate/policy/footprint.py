@@ -69,7 +69,7 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
     "ademamix": _moments(3),
     "ademamix_8bit": _moments(3, is_8bit=True),
 }
-"""By `optim`, a function from a trained tensor's number of elements to the bytes of its optimizer state."""
+"""Functions by `optim` from a trained tensor's number of elements to the bytes of its optimizer state."""
 
 
 def optimizer_rows(
@@ -185,7 +185,8 @@ def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list
 
 
 def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
-    """What ranks that split the optimizer or the weights hold for each other; nothing for one rank."""
+    """Memory that ranks which split the optimizer or the weights hold for each other; nothing for one
+    rank."""
     sharding, rows = workload.sharding, []
     if not sharding.is_split:
         return []

@@ -206,7 +206,7 @@ class Policy:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
-        """What `update` would report of the objective (its metrics and `loss`), without the update.
+        """The objective's metrics and `loss` that `update` would report, without the update.
 
         Unlike an update it may be called with no samples.
         """
@@ -372,7 +372,7 @@ class Policy:
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
-        """What the router loss of a micro-batch, `share` of the step's sequences, adds to the step's loss."""
+        """The part of the step's loss that a micro-batch's router loss adds, `share` of the sequences."""
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 

@@ -75,7 +75,7 @@ def save_parts(
 
 def _save_fully_sharded(lm: Any, directory: Path, *, is_writer: bool, file_size: str) -> None:
     wholes: dict[int, torch.Tensor] = {}
-    """By the parameter's or buffer's id, so that a tied weight stays one tensor."""
+    """Whole tensors by the parameter's or buffer's id, so that a tied weight stays one tensor."""
     state: dict[str, torch.Tensor] = {}
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if id(tensor) not in wholes:

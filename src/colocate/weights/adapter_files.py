@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_FILE = "base_model.json"
-"""What an adapter's directory says of the model below it besides PEFT's own files."""
+"""The facts in an adapter's directory about the model below it besides PEFT's own files."""
 
 ADAPTED = "base_model.model."
-"""What PEFT puts before a module's name."""
+"""The prefix that PEFT puts before a module's name."""
 _BEYOND_LORA = (
     *("use_dora", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
     *(
@@ -53,7 +53,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Update:
-    """What an adapter adds to one weight: `scaling` times the product of two tensors in its file."""
+    """The update of one weight by an adapter: `scaling` times the product of two tensors in its file."""
 
     a_key: str  # [r, in], or [E r, in] with the first expert's rows first
     b_key: str  # [out, r], or [out, r E] with the experts' first columns first
@@ -84,7 +84,7 @@ class Piece:
 
     update: Update
     convert: Callable[[Tensor], dict[str, Tensor]]
-    """From the update of a whole parameter to the tensors that the files hold of it, by their names."""
+    """The updates of the tensors in which the files hold a parameter, by name."""
     shape: tuple[int, ...]
 
 
@@ -238,7 +238,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def beyond(name: str, what: str) -> str:
-    """What to say of an adapter that PEFT alone can merge."""
+    """The error for an adapter that PEFT alone can merge."""
     return (
         f"The adapter {name} is not a plain LoRA: {what}. PEFT merges what it has trained: "
         "PeftModel.from_pretrained(base, adapter).merge_and_unload()."

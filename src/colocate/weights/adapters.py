@@ -206,8 +206,8 @@ def unreproducible_adapter(model: nn.Module) -> str | None:
 
 
 def why_not_reproduced(config: Any) -> str | None:
-    """Why an adapter of a PEFT configuration cannot be computed without PEFT's wrapper, sequence by sequence;
-    None if it can."""
+    """The reason why an adapter of a PEFT configuration cannot be computed without PEFT's wrapper, sequence
+    by sequence; None if it can."""
     name = type(config).__name__
     if getattr(config, "is_prompt_learning", False):
         return (
@@ -238,8 +238,8 @@ def why_not_reproduced(config: Any) -> str | None:
 
 
 def why_not_trained(config: Any) -> str | None:
-    """Why an adapter of a PEFT configuration cannot be trained here, though it may be used; None if it
-    can."""
+    """The reason why an adapter of a PEFT configuration cannot be trained here, though it may be used; None
+    if it can."""
     from peft import PEFT_TYPE_TO_TUNER_MAPPING
 
     name = type(config).__name__

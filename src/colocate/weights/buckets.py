@@ -28,7 +28,7 @@ BUCKET_BYTES = 2**30
 
 
 def why_not_publishable(model: nn.Module) -> str | None:
-    """Why `buckets` cannot give this model's weights; None if it can."""
+    """The reason why `buckets` cannot give this model's weights; None if it can."""
     if (reason := unreproducible_adapter(model)) is not None:
         return reason
     base = causal_lm(model)

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def why_not_fully_sharded(model: nn.Module) -> str | None:
-    """What keeps a model without a layout from being split by FSDP2; None: nothing does."""
+    """The reason that keeps a model without a layout from being split by FSDP2; None: nothing does."""
     lm = causal_lm(model)
     if (reason := unsupported_adapters(lm)) is not None:
         return reason
@@ -101,14 +101,16 @@ class _Origin:
     """How a model was split."""
 
     blank: nn.Module
-    """As it was before, without weights: its parameters are on the meta device, its buffers are whole."""
+    """The model as it was before, without weights: its parameters are on the meta device, its buffers are
+    whole."""
     part: WeightPart
     mesh: DeviceMesh
     device: torch.device
 
 
 _origins: weakref.WeakKeyDictionary[nn.Module, _Origin] = weakref.WeakKeyDictionary()
-"""By causal language model; a model that FSDP2 has split cannot be copied itself."""
+"""Models on the meta device by causal language model; a model that FSDP2 has split cannot be copied
+itself."""
 
 
 def _without_weights(lm: Any) -> Any:

@@ -43,7 +43,7 @@ def make_savable(lm: Any) -> None:
 
 
 def _consistent(given: GenerationConfig) -> tuple[GenerationConfig, dict[str, Any]]:
-    """As many of the values, taken one by one, as fit together, and the others."""
+    """Split the values, taken one by one, into those that fit together and the others."""
     values = {name: value for name, value in vars(given).items() if not name.startswith("_")}
     taken = GenerationConfig()
     left_out: dict[str, Any] = {}

@@ -219,7 +219,7 @@ def has_layout(model: nn.Module) -> bool:
 
 
 def why_no_layout(model: nn.Module) -> str | None:
-    """Why the native engine cannot run this model exactly, in words; None: it can."""
+    """The reason why the native engine cannot run this model exactly, in words; None: it can."""
     if (reason := unreproducible_adapter(model)) is not None:
         return reason
     layout = _layout_or_reason(model)

@@ -144,7 +144,7 @@ def _changed(
 
 
 class _Deltas:
-    """What is added to the tensors of a file. The pieces of a parameter wait for their tensors, between which
+    """The updates of the tensors of a file. The pieces of a parameter wait for their tensors, between which
     others of the same layer come."""
 
     def __init__(self, adapter: SavedAdapter) -> None:

@@ -99,7 +99,7 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
 
 
 def local_adapters(modules: Sequence[nn.Module], part: WeightPart) -> list[tuple[slice, Adapter]]:
-    """What the adapters of layers that read the same input add to this rank's product, with their columns of
+    """The adapters' terms, for layers that read the same input, of this rank's product, with their columns of
     it: they take rows of B where the weights are split by rows, and columns of A in o and down.
 
     Adapters are whole on every rank, and W x + s B (A x) is a sum over the columns of x.
@@ -156,7 +156,7 @@ def storage_of(parameter: Tensor) -> Tensor:
 
 
 def why_not_split(layout: Layout, count: int) -> str | None:
-    """What keeps a model's weights from being split into `count` parts; None: nothing does."""
+    """The reason that keeps a model's weights from being split into `count` parts; None: nothing does."""
     first = layout.layers[0]
     if len(first.qkv) == 1:
         return f"{layout.architecture} keeps the queries', keys' and values' weights in one matrix"

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.native.rollout_weights import RolloutWeights, aligned, num_inputs
+from colocate.engines.native.rollout_weights import RolloutWeights, WeightMemory, aligned, num_inputs
 from colocate.kernels.fp8 import e4m3
-from colocate.memory.arena import Arena
 from colocate.weights.adapters import EightBitWeight, base_linear
 from colocate.weights.layouts import Layout
 from colocate.weights.quantized import is_4bit
@@ -29,8 +28,8 @@ from colocate.weights.quantized import is_4bit
 LEAST_CAPABILITY = (8, 9)
 """The compute capability from which on GPUs have e4m3 numbers."""
 SIDE = 16
-"""What the sides of matrices in 8 bits are multiples of: cuBLAS wants pointers and sides aligned to 16 bytes,
-and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
+"""The number that divides the sides of matrices in 8 bits: cuBLAS wants pointers and sides aligned to 16
+bytes, and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
 ROWS_AT_A_TIME = 4096
 """Rows of a weight that are quantised at a time where no kernel does it."""
 
@@ -63,21 +62,11 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-class EightBitWeights:
+class EightBitWeights(WeightMemory[EightBitWeight]):
     """Where a rollout in 8 bits finds its weights."""
 
     def __init__(self) -> None:
-        self._arena: Arena | None = None
-        self._storage: Tensor | None = None  # uint8; on a GPU all addresses, which need not have memory
-        self._weights: dict[nn.Linear, EightBitWeight] = {}
-        """By the first of the layers that read the same input."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes taken; on a GPU the arena takes whole handles."""
-        if self._arena is not None:
-            return self._arena.mapped_bytes
-        return 0 if self._storage is None else self._storage.nbytes
+        super().__init__("rollout weights in 8 bits")
 
     def needed_bytes(self, layout: Layout) -> int:
         """Bytes of the weights and their factors."""
@@ -89,25 +78,13 @@ class EightBitWeights:
         Raises:
             ArenaExhausted: the device has too little free memory; memory taken earlier stays taken.
         """
-        num_bytes, device = self.needed_bytes(layout), layout.device
-        if device.type != "cuda":
-            if self._arena is not None or self.num_bytes != num_bytes:
-                self.close()
-                self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return
-        if self._arena is None or self._arena.device != device:
-            self.close()
-            capacity_bytes = torch.cuda.get_device_properties(device).total_memory
-            self._arena = Arena(device, capacity_bytes, purpose="rollout weights in 8 bits")
-        self._arena.resize(num_bytes)
-        if self._storage is None:
-            self._storage = self._arena.tensor((self._arena.capacity_bytes,), torch.uint8)
+        self._take(self.needed_bytes(layout), layout.device)
 
     @torch.no_grad()
     def prepare(self, layout: Layout, weights: RolloutWeights) -> None:
         """Quantise the weights as they are now, from where `weights` has them."""
         assert self._storage is not None, "there is no memory for the weights in 8 bits"
-        self._weights.clear()
+        self._places.clear()
         offset = 0
         for modules, norm in _groups(layout):
             places = []
@@ -122,29 +99,13 @@ class EightBitWeights:
             factor[0] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
             _quantize(source, factor[0], values)
             input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1])
-            self._weights[base_linear(modules[0])] = EightBitWeight(
+            self._places[base_linear(modules[0])] = EightBitWeight(
                 values, factor[0], input_factor[0], norm is None, layout.dtype
             )
 
     def of(self, modules: Sequence[nn.Module]) -> EightBitWeight | None:
         """The weight of layers that read the same input; None: it stays in the model's type."""
-        return self._weights.get(base_linear(modules[0]))
-
-    def free(self, keep_bytes: int = 0) -> None:
-        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
-        if self._arena is None:
-            self._storage = None
-            self._weights.clear()
-            return
-        handle_bytes = self._arena.handle_bytes
-        self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
-
-    def close(self) -> None:
-        """Give the memory back, and on a GPU the reserved addresses, too."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = self._storage = None
-        self._weights.clear()
+        return self._places.get(base_linear(modules[0]))
 
 
 def _quantize(source: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -149,7 +149,7 @@ class NativeEngine(BaseEngine):
 
     @property
     def num_weight_parts(self) -> int:
-        """Over how many ranks the weights are split, which decode together."""
+        """The number of ranks over which the weights are split, which decode together."""
         return self._parallel.num_parts
 
     @property

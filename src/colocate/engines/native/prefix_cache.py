@@ -25,7 +25,7 @@ NAME_BYTES = 32
 
 
 def salt_of(layout: Layout, policy_version: int) -> bytes:
-    """What keys and values depend on besides tokens: the weights' version, and which adapters are on."""
+    """All that keys and values depend on besides tokens: the weights' version, and which adapters are on."""
     return repr((policy_version, layout.adapter_states())).encode()
 
 

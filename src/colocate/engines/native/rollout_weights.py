@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from colocate.weights.shared_views import fused_view, stacked_view
 from colocate.weights.weight_parts import local_adapters
 
 ALIGNMENT_BYTES = 512
+Place = TypeVar("Place")
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,15 @@ def fill_stacks(stacks: Sequence[tuple[AdapterStack, Tensor]]) -> None:
         torch._foreach_copy_(rows, [adapter.a.detach() for stack, _ in stacks for adapter in stack.adapters])
 
 
-class RolloutWeights:
-    """Where a rollout finds its weights, with memory for those that it reads elsewhere than the trainer.
+class WeightMemory(Generic[Place]):
+    """Memory for weights that a rollout reads elsewhere than the trainer; on a GPU an arena."""
 
-    Args:
-        stacks_adapters: the adapters' A lie below the weights, or beside them if ranks split the weights.
-    """
-
-    def __init__(self, *, stacks_adapters: bool) -> None:
-        self._stacks_adapters = stacks_adapters
-        self.is_copy: bool | None = None
-        """True: there is memory for all weights; False: for one at a time; None: none was taken yet."""
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
         self._arena: Arena | None = None
         self._storage: Tensor | None = None  # uint8; on a GPU all addresses, which need not have memory
-        self._places: dict[nn.Linear, Tensor] = {}
-        """Where each group's dequantised weights lie, or its adapters' A beside split weights, by the first
-        of the layers that read the same input."""
+        self._places: dict[nn.Linear, Place] = {}
+        """The place of each group of layers that read the same input, by the first of them."""
 
     @property
     def num_bytes(self) -> int:
@@ -112,25 +107,58 @@ class RolloutWeights:
             return self._arena.mapped_bytes
         return 0 if self._storage is None else self._storage.nbytes
 
+    def _take(self, num_bytes: int, device: torch.device) -> None:
+        """Take so many bytes; what was taken before stays taken if that fails."""
+        if device.type != "cuda":
+            if self._arena is not None or self.num_bytes != num_bytes:
+                self.close()
+                self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return
+        if self._arena is None or self._arena.device != device:
+            self.close()
+            capacity_bytes = torch.cuda.get_device_properties(device).total_memory
+            self._arena = Arena(device, capacity_bytes, purpose=self._purpose)
+        self._arena.resize(num_bytes)
+        if self._storage is None:
+            self._storage = self._arena.tensor((self._arena.capacity_bytes,), torch.uint8)
+
+    def free(self, keep_bytes: int = 0) -> None:
+        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
+        if self._arena is None:
+            self._storage = None
+            self._places.clear()
+            return
+        handle_bytes = self._arena.handle_bytes
+        self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
+
+    def close(self) -> None:
+        """Give the memory back, and on a GPU the reserved addresses, too."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._storage = None
+        self._places.clear()
+
+
+class RolloutWeights(WeightMemory[Tensor]):
+    """Where a rollout finds its weights: the trainer's, dequantised ones, and adapters' A beside split ones.
+
+    Args:
+        stacks_adapters: the adapters' A lie below the weights, or beside them if ranks split the weights.
+    """
+
+    def __init__(self, *, stacks_adapters: bool) -> None:
+        super().__init__("rollout weights")
+        self._stacks_adapters = stacks_adapters
+        self.is_copy: bool | None = None
+        """True: there is memory for all weights; False: for one at a time; None: none was taken yet."""
+
     def allocate(self, layout: Layout, *, is_copy: bool) -> None:
         """Take memory for the copy, or for one weight at a time. Contents are undefined until `prepare`.
 
         Raises:
             ArenaExhausted: the device has too little free memory; memory taken earlier stays taken.
         """
-        num_bytes, device = self.needed_bytes(layout, is_copy=is_copy), layout.device
-        if device.type != "cuda":
-            if self._arena is not None or self.num_bytes != num_bytes:
-                self.close()
-                self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        else:
-            if self._arena is None or self._arena.device != device:
-                self.close()
-                capacity_bytes = torch.cuda.get_device_properties(device).total_memory
-                self._arena = Arena(device, capacity_bytes, purpose="rollout weights")
-            self._arena.resize(num_bytes)
-            if self._storage is None:
-                self._storage = self._arena.tensor((self._arena.capacity_bytes,), torch.uint8)
+        self._take(self.needed_bytes(layout, is_copy=is_copy), layout.device)
         self.is_copy = is_copy
 
     def prepare(self, layout: Layout) -> None:
@@ -192,22 +220,6 @@ class RolloutWeights:
         if stack is not None and (has_4bit or layout.part != WHOLE):
             rows += stack.num_rows
         return rows * num_inputs(modules, layout.part) * layout.dtype.itemsize
-
-    def free(self, keep_bytes: int = 0) -> None:
-        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
-        if self._arena is None:
-            self._storage = None
-            self._places.clear()
-            return
-        handle_bytes = self._arena.handle_bytes
-        self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
-
-    def close(self) -> None:
-        """Give the memory back, and on a GPU the reserved addresses, too."""
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = self._storage = None
-        self._places.clear()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -123,7 +123,7 @@ class Scheduler:
         return admission
 
     def shared_prefixes(self) -> list[tuple[list[int], int]]:
-        """For each prompt that runs, its members' rows and the number of leading pages that they share."""
+        """Each running prompt's members' rows and the number of leading pages that they share."""
         rows: dict[Group, list[int]] = {}
         for sequence in self.running:
             rows.setdefault(sequence.group, []).append(sequence.row)
@@ -461,6 +461,6 @@ class Scheduler:
         self._let_go(sequence.group)
 
     def _note_running(self) -> None:
-        """What every step asks of the running sequences, found when one starts or stops."""
+        """The demands of every step on the running sequences, found when one starts or stops."""
         self._max_offset = max((sequence.offset for sequence in self.running), default=0)
         self._last_step = max((sequence.end - sequence.offset for sequence in self.running), default=0)

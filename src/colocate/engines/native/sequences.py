@@ -65,7 +65,7 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     """The versions of the weights that drew the leading tokens of the present turn, as far as noted."""
     pages: list[int] = field(default_factory=list)
-    """Its pages while it runs; those that it has kept while it rests or waits."""
+    """The pages that it has while it runs, or has kept while it rests or waits."""
     row: int = -1
     """Row in the batch, while the sequence runs."""
     offset: int = 0
@@ -120,7 +120,7 @@ class Sequence:
         self.versions += [policy_version] * (len(self.token_ids) - len(self.versions))
 
     def completion(self, sampling: SamplingParams, policy_version: int) -> Completion:
-        """What the present turn, which has ended, has drawn."""
+        """The tokens drawn in the present turn, which has ended."""
         is_stopped = self.token_ids[-1] in sampling.stop_token_ids
         has_older = bool(self.versions) and self.versions[0] != policy_version
         self.note_version(policy_version)

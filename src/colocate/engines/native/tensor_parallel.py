@@ -98,7 +98,7 @@ class TensorParallel(OneRank):
         self._device = device
         self.num_parts, self.part = sum_.num_parts, sum_.part
         self._shortage: str | None = None
-        """What memory was lacking for since the last `least`; None: it has sufficed."""
+        """The purpose for which memory was lacking since the last `least`; None: it has sufficed."""
 
     @property
     def group(self) -> ProcessGroup:

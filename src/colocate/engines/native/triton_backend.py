@@ -40,7 +40,7 @@ class TritonBackend(TorchBackend):
     """The operations of `TorchBackend` in kernels; that class gives the shapes."""
 
     steps_per_look = 8
-    """With 8 steps per window the host works while the device does; finished rows idle for 8 to 15 steps."""
+    """Steps per window: with 8 the host works while the device does; finished rows idle for 8 to 15 steps."""
     windows_in_flight = 1
     captures_graphs = True
     stacks_adapters = True

@@ -63,7 +63,7 @@ def of_rollout(
 def of_versions(
     torch_version: str, triton_version: str | None, outcome: Outcome | None = None
 ) -> list[Fallback]:
-    """What is said of a PyTorch and a Triton that the kernels were never tested with.
+    """The warning for a PyTorch and a Triton that the kernels were never tested with.
 
     Args:
         triton_version: None: there is no Triton.
@@ -124,7 +124,8 @@ def _found(*ways: tuple[str, str | None, bool]) -> list[Fallback]:
 
 
 def why_not_flash(dtype: torch.dtype, head_size: int) -> str | None:
-    """Why PyTorch's flash attention cannot run heads of this type and size on a GPU; None: it can."""
+    """The reason why PyTorch's flash attention cannot run heads of this type and size on a GPU; None: it
+    can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash attention takes bfloat16 and float16, and the model is in {dtype}"
     if head_size % 8 or head_size > 256:
@@ -133,13 +134,14 @@ def why_not_flash(dtype: torch.dtype, head_size: int) -> str | None:
 
 
 def why_not_gate(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Why the gate's kernels do not compute this activation; None: they do."""
+    """The reason why the gate's kernels do not compute this activation; None: they do."""
     name = getattr(activation, "__name__", type(activation).__name__)
     return None if is_silu(activation) else f"its kernel computes SiLU, and the model has {name}"
 
 
 def why_not_fast_products(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why a rollout's products are cuBLAS's on this GPU, whatever the Triton; None: some are kernels."""
+    """The reason why a rollout's products are cuBLAS's on this GPU, whatever the Triton; None: some are
+    kernels."""
     if capability[0] != 9:
         have = ".".join(map(str, capability))
         return f"one kernel needs compute capability 9.0 (H100, H200), and this GPU has {have}"

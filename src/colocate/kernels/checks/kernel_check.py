@@ -33,10 +33,10 @@ Check = Callable[[torch.Generator, torch.dtype], tuple[Callable[[], Tensor], Ten
 
 
 class Outcome(NamedTuple):
-    """What the fast kernels have done beside PyTorch."""
+    """Results of the fast kernels, compared with PyTorch's."""
 
     failures: dict[str, str]
-    """Why a kernel cannot be used, by its name; empty: all agree with PyTorch."""
+    """Reasons why kernels cannot be used, by name; empty: all agree with PyTorch."""
     seconds: float
 
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _why_not(check: Check, generator: torch.Generator, dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot be used; None: it can."""
+    """The reason why this kernel cannot be used; None: it can."""
     try:
         run, expected = check(generator.manual_seed(0), dtype)
         results = [run() for _ in range(NUM_RUNS)]
@@ -141,7 +141,7 @@ def _head(generator: torch.Generator, dtype: torch.dtype) -> tuple[Callable[[], 
 
 
 CHECKS: dict[str, Check] = {"streamed": _streamed, "swiglu": _swiglu, "head": _head}
-"""By the kernel's module."""
+"""Checks by the kernel's module."""
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,5 @@
-"""What the levels of decode attention do with keys and values in 8 bits (`e4m3`), inside their kernels.
+"""Functions by which the levels of decode attention read keys and values in 8 bits (`e4m3`), inside their
+kernels.
 
 Arguments are those of `attention_levels`.
 """

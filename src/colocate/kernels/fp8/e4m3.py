@@ -16,7 +16,7 @@ from colocate.kernels.definitions import wide
 
 DTYPE = torch.float8_e4m3fn
 BIAS = 127
-"""What is added to the exponent that is stored, a byte."""
+"""The number added to the exponent that is stored, a byte."""
 LEAST_EXPONENT = -32
 """Vectors whose largest value is below 448 · 2^-32 are stored as if it were that. So weights of 2^exponent
 relative to each other stay far inside the range of float32."""
@@ -49,7 +49,7 @@ def scaled(x: Tensor, exponents: Tensor) -> Tensor:
 
 
 def dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize` has stored, [..., D] in `dtype`; exact in bfloat16 and float32."""
+    """The values that `quantize` has stored, [..., D] in `dtype`; exact in bfloat16 and float32."""
     return values.to(dtype) * factors(exponents[..., None]).to(dtype)
 
 

@@ -77,16 +77,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
-    """The norm of x's rows, in the tiles of a training step: several short rows a program.
-
-    Args:
-        x: [T, hidden], rows contiguous.
-        weight: [hidden], in the type of `x`.
-        offset: added to the weight; see `definitions.rms_norm`.
-
-    Returns:
-        [T, hidden], contiguous.
-    """
+    """`train.operations.rms_norm` of x [T, hidden], rows contiguous, several short ones a program."""
     return _norm(x, None, weight, eps, offset, *_tile(x.shape[1]))[0]
 
 
@@ -172,19 +163,7 @@ def rms_norm_backward(
     offset: float | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` with respect to its input and its weight.
-
-    With r = 1 / rms(x), y = x r and g = grad * weight: dx = r (g - y mean(g y)), dweight = sum_T grad y.
-
-    Args:
-        grad: [T, hidden], of the norm's output.
-        x, weight, offset: as `rms_norm` was given them.
-        grad_residual: [T, hidden], added to the gradient of `x`. Rows of all three are contiguous.
-        out: [T, hidden] in the type of `x`, contiguous, for the gradient of `x`.
-
-    Returns:
-        [T, hidden] in the type of `x`, contiguous; [hidden] float32.
-    """
+    """`train.operations.rms_norm_backward` of [T, hidden], rows of all gradients and `x` contiguous."""
     num_rows, hidden_size = x.shape
     for rows_of in (grad, x) if grad_residual is None else (grad, x, grad_residual):
         assert rows_of.shape == x.shape, f"{tuple(rows_of.shape)} beside x of {tuple(x.shape)}"

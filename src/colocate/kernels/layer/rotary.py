@@ -196,18 +196,7 @@ def rotate(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normed if there are norms, and turned; each operation rounds to the model's type.
-
-    Args:
-        qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Not changed.
-        cos, sin: [T, D] in the type of `qkv`, contiguous.
-        num_heads: H.
-        q_norm, k_norm: [D], weights of the heads' norms, both or neither.
-        eps, offset: of those norms; see `definitions.rms_norm`.
-
-    Returns:
-        queries [T, H, D] and keys [T, K, D], contiguous.
-    """
+    """`train.operations.rotate`: a token's part of `qkv` and the tables are contiguous, of one type."""
     num_tokens, num_parts, head_dim = qkv.shape
     num_kv_heads = (num_parts - num_heads) // 2
     _check(qkv, cos, sin, q_norm, k_norm)
@@ -266,16 +255,7 @@ def rotate_backward(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `rotate` and of the values beside it.
-
-    Args:
-        grad_q: [T, H, D]; grad_k, grad_v: [T, K, D]; of one type, a token's part contiguous in each.
-        qkv: [T, H + 2K, D], as `rotate` was given it; read only where there are norms.
-        cos, sin, q_norm, k_norm, eps, offset: as `rotate` was given them.
-
-    Returns:
-        [T, H + 2K, D] in the type of `qkv`, contiguous; [D] float32 for either norm's weight, or None.
-    """
+    """`train.operations.rotate_backward`: gradients of one type, a token's part contiguous in each."""
     num_tokens, num_heads, head_dim = grad_q.shape
     num_kv_heads = grad_k.shape[1]
     assert qkv.shape == (num_tokens, num_heads + 2 * num_kv_heads, head_dim), f"qkv is {tuple(qkv.shape)}"

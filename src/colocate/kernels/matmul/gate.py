@@ -44,30 +44,16 @@ def gradients(grad, gates, up, DTYPE: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, silu rounded to the type before the product.
-
-    Args:
-        gate_up: [T, 2i], gates first; rows contiguous.
-
-    Returns:
-        [T, i], contiguous.
-    """
+    """silu(gate) * up of `gate_up` [T, 2i], rows contiguous, silu rounded before; [T, i], contiguous."""
     # The product that made these rows wrote them tile by tile, all rows of some columns at a time. As long as
     # they fit into the L2 cache they are read in that order; larger ones are read row by row.
     return _silu_mul(gate_up, None, None, rows_first=gate_up.nbytes <= _L2_BYTES)
 
 
 def silu_mul_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of `silu_mul` with respect to its input, and `silu_mul`'s output once more.
+    """Gradient [T, 2i] of `silu_mul`, and its output [T, i] once more, contiguous as the rows given.
 
-    With s = sigmoid(gate): d silu(gate) / d gate = s (1 + gate (1 - s)).
-
-    Args:
-        grad: [T, i]; gate_up: [T, 2i]. Rows of both are contiguous.
-
-    Returns:
-        [T, 2i] and [T, i], contiguous.
-    """
+    With s = sigmoid(gate): d silu(gate) / d gate = s (1 + gate (1 - s))."""
     num_rows, width = grad.shape
     assert gate_up.shape == (num_rows, 2 * width), f"gate_up of {tuple(gate_up.shape)} for a grad of {width}"
     assert grad.stride(1) == 1, "a row of grad must be contiguous"
@@ -127,15 +113,7 @@ _ROWS_PER_TILE = 64
 
 
 def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
-    """`silu_mul` of gate_up + low_rank, that sum rounded to the type.
-
-    Args:
-        gate_up: [T, 2i], rows contiguous.
-        low_rank: two blocks of width i.
-
-    Returns:
-        [T, i], contiguous.
-    """
+    """`silu_mul` of gate_up + low_rank (two blocks of width i), that sum rounded to the type."""
     assert gate_up.stride(1) == 1, "a row of gate_up must be contiguous"
     return _silu_mul_low_rank(gate_up, low_rank, None, None, None)
 
@@ -143,15 +121,7 @@ def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
 def silu_mul_low_rank_backward(
     grad: Tensor, gate_up: Tensor, low_rank: LowRank, grad_low_rank: LowRank
 ) -> tuple[Tensor, Tensor]:
-    """`silu_mul_backward` of grad + grad_low_rank and gate_up + low_rank, those sums rounded to the type.
-
-    Args:
-        grad: [T, i]; gate_up: [T, 2i]. Both are contiguous.
-        low_rank: two blocks of width i; grad_low_rank: one.
-
-    Returns:
-        [T, 2i] and [T, i], contiguous.
-    """
+    """`silu_mul_backward` of grad + grad_low_rank (one block) and gate_up + low_rank, those sums rounded."""
     num_rows, width = grad.shape
     assert gate_up.shape == (num_rows, 2 * width), f"gate_up of {tuple(gate_up.shape)} for a grad of {width}"
     assert grad.is_contiguous() and gate_up.is_contiguous(), "grad and gate_up must be contiguous"

@@ -1,4 +1,4 @@
-"""What LoRA adds to a product once every A x is known (`AdapterStack`): y += scaling * (A x) B^T.
+"""The term that LoRA adds to a product once every A x is known (`AdapterStack`): y += scaling * (A x) B^T.
 
 B is read where PEFT keeps it, as a rule in float32, and rounded to x's type on the way. A x was rounded to
 the type once, by the product; so is y + scaling * (A x) B^T, which is summed in float32. That is what

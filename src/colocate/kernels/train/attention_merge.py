@@ -13,15 +13,7 @@ _NUM_WARPS = 4
 
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Overwrite `out` and `lse` with the attention over the union of both sets of keys.
-
-    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention-2, arXiv:2307.08691,
-    section 2.3). A set without keys has lse = -inf; where both have none, out is 0 and lse -inf.
-
-    Args:
-        out, other_out: [T, H, D]; a token's part is contiguous.
-        lse, other_lse: [H, T] float32, any strides.
-    """
+    """Overwrite `out` and `lse` as `train.operations.merge_attention`; a token's part is contiguous."""
     num_tokens, num_heads, head_dim = out.shape
     assert other_out.shape == out.shape, f"{tuple(other_out.shape)} beside out of {tuple(out.shape)}"
     for values in (out, other_out):

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matrix products, with the backward passes written out.
+"""The operations of a decoder layer between its matrix products, with the backward passes written out.
 
 Everything here is bound by memory. On a GPU each function is one Triton kernel, which reads and writes every
 byte once; elsewhere it is a few PyTorch operations, which are also its definition: the forward functions are

@@ -34,12 +34,12 @@ def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
 
 
 def why_not_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why `forward` and `backward` cannot run such tensors on this GPU; None: they can."""
+    """The reason why `forward` and `backward` cannot run such tensors on this GPU; None: they can."""
     return why_not_cudnn_on(_capability(device), dtype, head_size)
 
 
 def why_not_cudnn_on(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> str | None:
-    """As `why_not_cudnn`, for any GPU of this compute capability, whether it is here or not."""
+    """The answer of `why_not_cudnn` for any GPU of this compute capability, whether it is here or not."""
     if capability[0] != 9:
         return "cuDNN's is for H100 and H200"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -73,8 +73,8 @@ class Pack:
     own: Runs
     """Every run, attending causally to itself."""
     to_prompts: Runs | None
-    """For each shared prompt a run of queries, all its completions together, and a run of keys, the prompt.
-    None: no prompt is shared."""
+    """Runs for each shared prompt: one of queries, all its completions together, and a run of keys, the
+    prompt. None: no prompt is shared."""
     predicting: Tensor  # [N] int64: the tokens whose hidden states predict completion tokens, by sample
 
     @classmethod

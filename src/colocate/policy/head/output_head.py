@@ -20,7 +20,7 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What makes logits of a hidden state h: cap(scale * (weight @ h + bias)), with
+    """The map from a hidden state h to logits: cap(scale * (weight @ h + bias)), with
     cap(x) = softcap * tanh(x / softcap)."""
 
     weight: Tensor  # [V, hidden]

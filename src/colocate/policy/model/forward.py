@@ -35,7 +35,7 @@ def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> T
 
 
 def padded_with_router_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """What `padded_hidden_states` returns, and the loss of a mixture of experts' routers over all tokens.
+    """The result of `padded_hidden_states`, and the loss of a mixture of experts' routers over all tokens.
 
     Returns:
         [N, hidden] and a scalar.

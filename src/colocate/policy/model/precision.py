@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def asked_dtype(model_init_kwargs: Mapping[str, Any], *, bf16: bool) -> Any:
-    """What `from_pretrained` gets as `dtype`: what was asked for; else with `bf16` the checkpoint's own type,
+    """The `dtype` for `from_pretrained`: the one asked for; else with `bf16` the checkpoint's own type,
     as `cast_to_bf16` follows, and without it float32, as in TRL."""
     dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
     if not (dtype in (*DTYPES, "auto", None) or isinstance(dtype, torch.dtype)):

@@ -1,4 +1,4 @@
-"""From transformers' options to the optimizer and schedule that they name, over leaves of this project's."""
+"""The optimizer and schedule that transformers' options name, over leaves of this project's."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """For each parameter group, its hyperparameters that can be compared: numbers, switches, betas."""
+    """Each parameter group's hyperparameters that can be compared: numbers, switches, betas."""
 
     def comparable(value: Any) -> Any:
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -29,7 +29,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def changed_since(
     saved: list[dict[str, Any]], now: list[dict[str, Any]], scheduler: LRScheduler
 ) -> list[dict[str, Any]]:
-    """For each parameter group, the hyperparameters of `now` that differ from the saved ones."""
+    """Each parameter group's hyperparameters of `now` that differ from the saved ones."""
     changed = [
         {name: value for name, value in new.items() if name in was and was[name] != value}
         for was, new in zip(saved, now, strict=True)

@@ -45,7 +45,7 @@ class Masters:
         self.of_low: dict[str, nn.Parameter] = {}
         """The masters of bf16 parameters, by name."""
         self._views: dict[str, nn.Parameter] = {}
-        """With shards, this rank's rows of float32 parameters, which are their own masters."""
+        """This rank's rows of float32 parameters, their own masters; empty without shards."""
 
     def make(self, originals: Mapping[str, Tensor], splits: Mapping[str, Split]) -> None:
         """Make the masters of bf16 parameters, and with shards this rank's rows of float32 parameters.
@@ -75,7 +75,7 @@ class Masters:
 
     @property
     def leaves(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps on, by parameter name."""
+        """The tensors that the optimizer steps on, by parameter name."""
         for name, view in self._views.items():
             rows = self._own_rows(name)
             if view.data_ptr() != rows.data_ptr():  # the parameter was moved, into a fused one for example

@@ -1,4 +1,4 @@
-"""What is known of transformers' optimizers by their names in `optim`, without importing any of them."""
+"""Facts about transformers' optimizers by their names in `optim`, without importing any of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LOW_RANK, _GALORE_ARGUMENTS),
     "apollo_adamw": (*_GALORE_ARGUMENTS, "proj", "scale_type"),
 }
-"""For each name in `optim`, the arguments that `optim_args` may hold; a name that is missing reads none."""
+"""The arguments, by name in `optim`, that `optim_args` may hold; a name that is missing reads none."""
 
 
 def check_optimizer(name: str, optim_args: str | None, target_modules: object) -> None:

@@ -105,7 +105,7 @@ class PolicyOptimizer:
         self._splits = {name: split for name, split in (splits or {}).items() if split.part != WHOLE}
         self._shards = None if mesh is None else MasterShards(mesh)
         self._gradients: dict[str, Tensor] = {}
-        """With shards, the float32 gradients of whole parameters that have added up so far, by name."""
+        """The float32 gradients, with shards, of whole parameters that have added up so far, by name."""
         self._masters = Masters(trainable, self._shards)
         if own_optimizer is None:
             self._masters.make(original_weights or {}, self._splits)
@@ -173,7 +173,7 @@ class PolicyOptimizer:
 
     @contextlib.contextmanager
     def collecting_gradients(self) -> Iterator[None]:
-        """Within the block, the gradients that backward makes go to where they add up in float32.
+        """Collect gradients: within the block those that backward makes go to where they add up in float32.
 
         Outside of it they are left where they are: another trainer may have the same model.
         """

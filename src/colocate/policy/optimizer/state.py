@@ -117,7 +117,7 @@ def _is_one_of(value: Tensor, maps: list[Tensor]) -> bool:
 
 
 def numbers_of(optimizer: Optimizer, leaves: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps besides tensors (bitsandbytes' count of steps), by parameter name."""
+    """The optimizer's state besides tensors (bitsandbytes' count of steps), by parameter name."""
     return {
         name: {k: v for k, v in optimizer.state.get(leaf, {}).items() if not isinstance(v, Tensor)}
         for name, leaf in leaves.items()

@@ -74,7 +74,7 @@ class AdapterGroup:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def parts(self, reduced: Tensor) -> Iterator[tuple[slice, Adapter, Tensor]]:
-        """For each adapter: its rows of the output, itself, and its columns of `reduced` [T, sum of
+        """Each adapter with its rows of the output and its columns of `reduced` [T, sum of
         ranks]."""
         return zip(self.rows, self.adapters, reduced.split(self.ranks, dim=1), strict=True)
 
@@ -160,7 +160,7 @@ class Projection:
         return self._base_product(x), self.low_rank(x)
 
     def low_rank(self, x: Tensor) -> LowRank | None:
-        """What the adapters add to the output for x [T, in], in factors: the second term of
+        """The adapters' term of the output for x [T, in], in factors: the second term of
         `in_two_terms`."""
         if not self._is_low_rank:
             return None

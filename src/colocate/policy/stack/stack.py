@@ -126,7 +126,7 @@ class DecoderStack:
         return self.last_states(x, pack)
 
     def embedded(self, pack: Pack) -> Tensor:
-        """What the first layer reads, [T, hidden]."""
+        """The first layer's input, [T, hidden]."""
         embedding = self._layout.embed_tokens
         if self._store is None:
             return embedding(pack.token_ids)  # the module itself: `padding_idx` has no gradient
@@ -169,7 +169,7 @@ class DecoderStack:
         return cos[0], sin[0]
 
     def after_layer(self, index: int, x: Tensor, context: LayerContext) -> Tensor:
-        """What layer `index` makes of `x` [T, hidden], differentiable."""
+        """The output of layer `index` for `x` [T, hidden], differentiable."""
         layer = self._layers[index]
         offload = (self._host_activations, index) if context.policy == "offload" else None
         seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
@@ -192,14 +192,15 @@ class DecoderStack:
 
 
 def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
-    """What a stack depends on besides its modules: where parameters lie and which adapters are on."""
+    """All that a stack depends on besides its modules: where parameters lie and which adapters are on."""
     addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
     return is_training, addresses, layout.adapter_states()
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer's forward and backward pass of one micro-batch share, besides the tensors it keeps."""
+    """The inputs that a layer's forward and backward pass of one micro-batch share, besides the tensors it
+    keeps."""
 
     pack: Pack
     cos: Tensor  # [T, D]
@@ -268,7 +269,7 @@ class DecoderLayer:
             self._store.load(self._index, is_forward=is_forward)
 
     def hand_over(self, gradients: Gradients, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """What autograd gets of a backward pass's gradients: None for weights that are split, whose gradients
+        """The gradients of a backward pass for autograd: None for weights that are split, whose gradients
         go to the ranks that hold the parts. Where one is missing zeros go, since the others wait for it."""
         if self._store is None:
             return gradients.of(parameters)

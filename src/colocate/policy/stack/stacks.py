@@ -66,7 +66,7 @@ class Stacks:
         return stack
 
     def _store(self, model: nn.Module) -> WeightStore | None:
-        """What gathers the weights of `model`; None: it has them whole."""
+        """The store that gathers the weights of `model`; None: it has them whole."""
         layout, group = layout_for(model), self._weight_group
         if layout.part.count == 1:
             return None

@@ -231,9 +231,9 @@ class _Buffer:
         self._places: list[Tensor] = []
         """Where each parameter goes, in the order of `split_parameters`."""
         self.weights: list[Tensor] = []
-        """For each of `LayerLayout.projection_groups` the joint weight [out, in]."""
+        """The joint weight of each of `LayerLayout.projection_groups`, [out, in]."""
         self.biases: list[Tensor | None] = []
-        """For each of them the joint bias [out]; None: none that is split."""
+        """The joint bias of each, [out]; None: none that is split."""
         for modules in layer.projection_groups():
             linears = [base_linear(module) for module in modules]
             weight = self._fused([linear.weight for linear in linears], count)
