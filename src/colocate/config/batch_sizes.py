@@ -1,4 +1,4 @@
-"""How many completions a rollout has, and whether they are whole groups: arithmetic between options."""
+"""Sizes of batches, derived from each other: completions of a rollout must be whole groups."""
 
 from __future__ import annotations
 

@@ -24,9 +24,6 @@ def check_batch(values: Mapping[str, object], num_ranks: int) -> None:
 
     Args:
         values: options that `check_values` has passed.
-
-    Raises:
-        ValueError: with the arithmetic.
     """
     defaults, types = declared_defaults(), declared_types()
     batch = SimpleNamespace(world_size=num_ranks)
@@ -50,9 +47,6 @@ def check_values(values: Mapping[str, object]) -> None:
 
     Args:
         values: options by names that `check_names` knows.
-
-    Raises:
-        ValueError: with the option, its value and what it takes.
     """
     types = declared_types()
     for name, value in values.items():

@@ -64,15 +64,12 @@ _PARAMETER_OFFLOAD = (
 
 
 def read_deepspeed(source: str, values: Mapping[str, Any], config: Any) -> ShardingRequest:
-    """What a DeepSpeed configuration asks for.
+    """The request of a DeepSpeed configuration.
 
     Args:
         source: names the configuration in messages.
         values: the content of the JSON file.
         config: the `GRPOConfig` with whose options the configuration must agree.
-
-    Raises:
-        ValueError: an entry is unknown, is not supported, or contradicts an option.
     """
     for name, value in values.items():
         if name in _MONITORS:

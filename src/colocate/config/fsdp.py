@@ -48,11 +48,7 @@ _NOT_SPLIT_SO = ("tp", "cp", "sp")
 
 
 def fsdp_of_launcher(launcher: Mapping[str, str]) -> ShardingRequest:
-    """What `accelerate launch` with FSDP asks for.
-
-    Raises:
-        ValueError: offload of parameters, or a parallelism that is not supported.
-    """
+    """The request of `accelerate launch` with FSDP."""
     source, version = "accelerate's FSDP configuration", launcher.get("FSDP_VERSION", "1")
     entries: dict[str, Any] = {
         "version": version,
@@ -84,12 +80,8 @@ def _parallelism(source: str, launcher: Mapping[str, str]) -> list[str]:
 
 
 def fsdp_of_options(fsdp: Any, fsdp_config: Any) -> ShardingRequest | None:
-    """What the options `fsdp` and `fsdp_config` of transformers ask for; None: they are not set, or
-    `fsdp=False`.
-
-    Raises:
-        ValueError: an entry that is unknown or not supported.
-    """
+    """The request of the options `fsdp` and `fsdp_config` of transformers; None: they are not set, or
+    `fsdp=False`."""
     text = " ".join(map(str, fsdp)) if isinstance(fsdp, (list, tuple)) else str(fsdp or "")
     words = text.lower().split()
     if words == ["false"] or not words:
@@ -127,11 +119,7 @@ def _of_words(words: list[str], entries: Mapping[str, Any]) -> tuple[str, Mappin
 
 
 def _request(source: str, entries: Mapping[str, Any], how: Any) -> ShardingRequest:
-    """The request of one configuration.
-
-    Args:
-        how: FSDP1's strategy, by name or number, or FSDP2's `reshard_after_forward`.
-    """
+    """The request of one configuration."""
     for name in ("offload_params", "cpu_offload"):
         if is_true(f"{source}: {name}", entries.get(name, False)):
             raise ValueError(f"{source} has {name}=true, which is not supported: {_PARAMETER_OFFLOAD}.")

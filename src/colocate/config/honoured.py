@@ -1,4 +1,4 @@
-"""What colocate does with each option: honours it, has no use for it, or refuses it.
+"""Every option is honoured, needless or refused, and a table says why.
 
 `GRPOConfig` inherits some two hundred options from TRL and transformers. An option that is accepted and then
 ignored costs its user days, so every one of them is in exactly one row here:
@@ -9,8 +9,8 @@ ignored costs its user days, so every one of them is in exactly one row here:
 - UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
 
-Some options in UNNECESSARY and REFUSED have nothing to act on in an engine that shares the trainer's weights
-and memory, but vLLM does what they ask for (`HONOURED_BY`).
+Options of one engine (the record of an `Engine` declares them) are in UNNECESSARY or REFUSED, and honoured
+with that engine (`HONOURED_BY`).
 
 An option in no row comes from a newer transformers and is refused unless it has its default.
 """
@@ -227,7 +227,7 @@ RANGES: dict[str, Requirement] = {
         lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
     ),
 }
-"""What the numbers among transformers' options must satisfy; the caller judges None. Conditions that involve
+"""Requirements of the numbers among transformers' options; the caller judges None. Conditions that involve
 several options are in `GRPOConfig` and `ObjectiveParams`."""
 
 MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
@@ -269,10 +269,6 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
     Args:
         engine: the engine that engine="auto" has chosen, to judge the options that had to wait for that
             choice; None judges all other options.
-
-    Raises:
-        ValueError: an option in `REFUSED`, or unknown here, does not have its default; or one is set that
-            another option replaces with this engine.
     """
     is_undecided = config.engine == "auto" and config.use_vllm
     # The notice about use_vllm itself is due whatever the engine turns out to be.
@@ -296,11 +292,7 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:
-    """One line for each of the options `names` that is set but unnecessary.
-
-    Raises:
-        ValueError: one of them is set and must be refused.
-    """
+    """One line for each of the options `names` that is set but unnecessary."""
     notices = []
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)

@@ -31,7 +31,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
 """The variable by which accelerate switches a library on, and how the names of its other ones begin."""
 
 _taken: dict[str, str] = {}
-"""What `take_from` has moved here from this process's environment."""
+"""Variables that `take_from` has moved here from this process's environment."""
 
 
 def translate(config: Any, environment: MutableMapping[str, str]) -> list[str]:
@@ -42,10 +42,6 @@ def translate(config: Any, environment: MutableMapping[str, str]) -> list[str]:
         config: with its values as given; `shard="auto"`, `offload_optimizer=None` and `bf16=None` count as
             not given.
         environment: `os.environ`; it loses the launcher's variables (`take_from`).
-
-    Raises:
-        ValueError: a configuration asks for what is not supported, or contradicts an option or another
-            configuration.
     """
     requests = list(_requests(config, take_from(environment)))
     asked: dict[str, tuple[str, Any]] = {}
@@ -58,7 +54,7 @@ def translate(config: Any, environment: MutableMapping[str, str]) -> list[str]:
 
 
 def take_from(environment: MutableMapping[str, str]) -> Mapping[str, str]:
-    """What the launcher has said of DeepSpeed and FSDP; its variables are removed from `environment`.
+    """The launcher's settings of DeepSpeed and FSDP; its variables are removed from `environment`.
 
     They must not stay there: `PartialState()` and `Accelerator()` import DeepSpeed because of them and make
     plugins that want to wrap the model and the optimizer, and transformers' `from_pretrained` leaves the
@@ -114,14 +110,7 @@ def _with_precision(request: ShardingRequest, launcher: Mapping[str, str]) -> Sh
 
 
 def _set_option(config: Any, name: str, value: Any, source: str, asked: dict[str, tuple[str, Any]]) -> None:
-    """Set an option as a configuration asks, unless it has a value that already does.
-
-    Args:
-        asked: by option, the configuration that has set it before, and what that asked for.
-
-    Raises:
-        ValueError: the option has another value, from the user or from another configuration.
-    """
+    """Set an option as a configuration asks, unless it has a value that already does."""
     given = getattr(config, name)
     by, before = asked.get(name, (None, None))
     is_given = given is not None and str(given) != "auto"

@@ -77,9 +77,6 @@ def read_generation_kwargs(values: Mapping[str, Any] | None, engine: str) -> dic
 
     Args:
         engine: the option of this name.
-
-    Raises:
-        ValueError: an argument that this engine does not honour, or a value that no engine honours.
     """
     options = {}
     arguments = arguments_of_model_generate(values)
@@ -111,12 +108,7 @@ def read_generation_kwargs(values: Mapping[str, Any] | None, engine: str) -> dic
 
 
 def arguments_of_model_generate(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `generation_kwargs` asks for that only transformers' `generate` can do, by its own names.
-
-    Raises:
-        ValueError: a value has another type or is out of its range, or an argument of beam search is given
-            without num_beams.
-    """
+    """Arguments in `generation_kwargs` that only transformers' `generate` knows."""
     arguments = {}
     for name, (hint, nothing, requirement) in _OF_MODEL_GENERATE.items():
         if (value := (values or {}).get(name)) is not None:
@@ -139,11 +131,7 @@ def in_words(arguments: Mapping[str, Any]) -> str:
 
 
 def stop_token_ids_of(values: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """The tokens that end a completion besides the tokenizer's and the model's own.
-
-    Raises:
-        ValueError: not a list of token ids.
-    """
+    """The tokens that end a completion besides the tokenizer's and the model's own."""
     given = (values or {}).get("stop_token_ids")
     ids = coerce("generation_kwargs['stop_token_ids']", given, list[int] | None) or []
     if any(token < 0 for token in ids):
@@ -159,9 +147,6 @@ def read_engine_kwargs(
     Args:
         record: the class of the engine's options.
         of_run: the options of a run, which are set by themselves.
-
-    Raises:
-        ValueError: an entry that is none of the engine's options, or a value that its option cannot take.
     """
     types = {name: hint for name, hint in types_of(record).items() if name not in of_run}
     read = {}
@@ -184,9 +169,6 @@ def check_accelerator_config(value: Any, gradient_accumulation_steps: int) -> No
 
     Args:
         value: the option `accelerator_config`: None, a mapping, a file's name or an `AcceleratorConfig`.
-
-    Raises:
-        ValueError: an unknown key, or one that would change what a batch is.
     """
     given = _mapping_of(value)
     _check_keys("accelerator_config", given, AcceleratorConfig)

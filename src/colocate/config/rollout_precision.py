@@ -1,4 +1,4 @@
-"""What rollouts in 8 bits ask of the other options: an engine that has them, and a correction token by token.
+"""Rollouts in 8 bits need an engine that has them, and a correction token by token.
 
 A rollout in 8 bits draws from a policy that is near the trainer's. Let the log-ratio of a token's two
 probabilities have a standard deviation of s. The log-ratio of C tokens then has s √C, and of the samples'
@@ -18,11 +18,7 @@ on a small model, since a deeper one rounds more often on the way to a token."""
 
 
 def check_precision(config: Any, engine: str) -> None:
-    """Refuse engines that compute in a precision of their own.
-
-    Raises:
-        ValueError: `rollout_precision` is not "bf16", and the engine is neither the native one nor undecided.
-    """
+    """Refuse engines that compute in a precision of their own."""
     if config.rollout_precision != "bf16" and engine not in ("native", "auto"):
         raise ValueError(
             f"rollout_precision={config.rollout_precision!r} is not read with engine={engine!r}: only the "
@@ -31,11 +27,7 @@ def check_precision(config: Any, engine: str) -> None:
 
 
 def resolve_correction(config: Any) -> list[str]:
-    """Correct token by token what is rolled out in 8 bits; returns lines that say so.
-
-    Raises:
-        ValueError: a correction of whole sequences was asked for.
-    """
+    """Correct token by token what is rolled out in 8 bits; returns lines that say so."""
     mode = config.vllm_importance_sampling_mode
     if config.rollout_precision == "bf16":
         return []

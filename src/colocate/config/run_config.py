@@ -33,7 +33,7 @@ from colocate.reporting.messages import short_path
 
 @dataclass
 class RunConfig:
-    """What `colocate train` passes to `GRPOTrainer` besides its `GRPOConfig`, under TRL's names.
+    """Options that `colocate train` passes to `GRPOTrainer` besides its `GRPOConfig`, under TRL's names.
 
     Raises:
         ValueError: a number of LoRA's is out of its range.
@@ -211,7 +211,7 @@ class RunFileWriter(TrainerCallback):
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on with the run."""
+        """The command that goes on with the run."""
         command = f"colocate train {shlex.quote(short_path(self._saved[0]))} --resume_from_checkpoint auto"
         if launch := os.environ.get(LAUNCH):
             return f"{command} {launch}"

@@ -1,4 +1,4 @@
-"""What a configuration of FSDP or DeepSpeed asks for, in colocate's own options."""
+"""A configuration of FSDP or DeepSpeed, translated into colocate's own options."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ShardingRequest:
     """The configuration's name and what it says, as messages name it: "accelerate's DeepSpeed configuration
     (zero_stage=3)"."""
     options: Mapping[str, Any]
-    """By name: `shard` ("auto": the weights may be split; 1; "none"), `offload_optimizer`, `bf16`."""
+    """Options by name: `shard` ("auto": the weights may be split; 1; "none"), `offload_optimizer`, `bf16`."""
     remarks: tuple[str, ...] = field(default=())
-    """What else the user should know, each a clause."""
+    """Remarks for the user, each a clause."""
 
     @property
     def line(self) -> str:
@@ -38,11 +38,7 @@ class ShardingRequest:
 
 
 def is_true(name: str, value: Any) -> bool:
-    """A truth value of JSON, YAML or an environment variable.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A truth value of JSON, YAML or an environment variable."""
     text = str(value).lower()
     if text in TRUE or text in FALSE:
         return text in TRUE
@@ -50,11 +46,7 @@ def is_true(name: str, value: Any) -> bool:
 
 
 def read_mapping(name: str, value: Any) -> tuple[str, Mapping[str, Any]]:
-    """A mapping, or the JSON file of that name that holds one; with the text by which messages name it.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A mapping, or the JSON file of that name that holds one; with the text by which messages name it."""
     if isinstance(value, Mapping):
         return f"{name}={{...}}", value
     path = Path(str(value))

@@ -131,7 +131,7 @@ _OFTEN_MEANT = {
     "lora": "use_peft",
     "output": "output_dir",
 }
-"""What other programs call an option, where that is spelled like another one of ours."""
+"""Names that other programs have for an option, where those are spelled like another one of ours."""
 
 
 def check_names(values: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What `colocate train --help` says of every option."""
+"""The text of `colocate train --help`, and the options by their headings."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def option_sections() -> dict[str, list[Option]]:
 
 
 def option_help() -> str:
-    """What `colocate train --help` prints: `option_sections` as text."""
+    """The text of `colocate train --help`: `option_sections` in lines."""
     lines: list[str] = []
     for heading, options in option_sections().items():
         lines += ["", f"{heading}:"]

@@ -23,7 +23,7 @@ OF_TRL: dict[str, str] = {
 have one default and one value."""
 
 TWINS: dict[str, str] = OF_TRL | {name: of_trl for of_trl, name in OF_TRL.items()}
-"""To each name that has the same value as another one, the other."""
+"""Pairs of names that have one value, each name to the other."""
 
 ALIASES = RENAMED | OF_TRL
 """All names that stand for another. An alias is itself an option; an older one is None by default, and its

@@ -59,7 +59,7 @@ _PLACEHOLDER = re.compile(r"(?:^|[=:]\s*['\"]?)<([A-Z][A-Z0-9_-]*)>")
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option or key of this name holds a secret: `hf_token`, `apiKey`, `AWS_SECRET_ACCESS_KEY`."""
+    """True if an option or key of this name holds a secret: `hf_token`, `apiKey`, `AWS_SECRET_ACCESS_KEY`."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", str(name))]
     if not words:
         return False

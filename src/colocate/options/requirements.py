@@ -1,4 +1,4 @@
-"""What the value of an option must satisfy, declared where the option is.
+"""Requirements of an option's value, declared where the option is.
 
     epsilon: Annotated[float, FRACTION] = 0.2
     engine: Annotated[str, OneOf(("auto", "native"))] = "auto"
@@ -68,11 +68,11 @@ class Elsewhere(NamedTuple):
 
 
 class Mark:
-    """What an option is said to be, besides its type; two marks are equal only if they are the same."""
+    """A property of an option besides its type; two marks are equal only if they are the same."""
 
 
 IN_COMPLETIONS = Mark()
-"""On an option with which completions are drawn, scored and weighed: those that were made before it was
+"""Marks an option with which completions are drawn, scored and weighed: those that were made before it was
 changed are not what the run would make now."""
 
 

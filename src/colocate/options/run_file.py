@@ -58,7 +58,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _no_file(path: Path) -> str:
-    """What is wrong with a run file that is not there."""
+    """The message about a run file that is not there."""
     if path.is_dir():
         return f"There is no run file {str(path)!r}; that is a directory"
     if path.suffix not in (".yaml", ".yml"):
@@ -69,7 +69,7 @@ def _no_file(path: Path) -> str:
 
 
 def _stray(argument: str) -> str:
-    """What to write instead of a word that follows no option."""
+    """The message about a word that follows no option."""
     bare = argument.lstrip("-")
     if argument.startswith("-"):
         return f"{shown(argument)} has one dash, and options have two: write --{bare:.100}"

@@ -29,12 +29,7 @@ def check_reward_source(reward_funcs: Any, environment_factory: Any) -> None:
 
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
-    """`args`; None: as in TRL, a configuration of defaults whose `output_dir` is named after the model.
-
-    Raises:
-        TypeError: `args` is not colocate's `GRPOConfig` (TRL's own is not, either).
-        ValueError: options that were set after it was made cannot be what they are.
-    """
+    """`args`; None: as in TRL, a configuration of defaults whose `output_dir` is named after the model."""
     if args is None:
         _check_model(model)
         name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
@@ -59,13 +54,7 @@ def check_arguments(
     peft_config: Any,
     report_to: Any = None,
 ) -> None:
-    """Refuse arguments of a wrong type.
-
-    Raises:
-        TypeError: an argument has a type that `GRPOTrainer` does not take; the message says what it takes.
-        ValueError: the trainer is made in `torch.inference_mode`.
-        ImportError: a tracker in `report_to` is not installed.
-    """
+    """Refuse arguments of a wrong type."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             "The trainer was made within torch.inference_mode(), whose tensors cannot be trained. Make it "
@@ -92,11 +81,7 @@ def check_arguments(
 
 
 def check_modes(device_type: str) -> None:
-    """Refuse modes of PyTorch that a script has set around `train`, and that would reach into it.
-
-    Raises:
-        ValueError: gradients are off, or operations would choose the types of their results.
-    """
+    """Refuse modes of PyTorch that a script has set around `train`, and that would reach into it."""
     if not torch.is_grad_enabled():
         raise ValueError(
             "train() was called within torch.no_grad() or torch.inference_mode(), where nothing gets a "
@@ -110,7 +95,7 @@ def check_modes(device_type: str) -> None:
 
 
 def texts_of(args: GRPOConfig) -> dict[str, tuple[str, str]]:
-    """What each option is set to: its `repr`, and what may be shown of it."""
+    """Values of options as text: their `repr`, and the part that may be shown."""
     values = {field.name: getattr(args, field.name) for field in fields(args)}
     return {name: (repr(value), shown(value, name)) for name, value in values.items()}
 
@@ -120,9 +105,6 @@ def check_unchanged(args: GRPOConfig, before: Mapping[str, tuple[str, str]]) -> 
 
     Args:
         before: `texts_of(args)` when it was made.
-
-    Raises:
-        ValueError: some have been set; names them.
     """
     changed = [
         f"{name} from {before[name][1]} to {now[1]}"

@@ -1,4 +1,4 @@
-"""From a configuration and what the trainer is given to the finished parts of a run."""
+"""Builds the parts of a run of its configuration and the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -141,12 +141,7 @@ def build_optimizer(
     optimizers: Any,
     mesh: Mesh,
 ) -> PolicyOptimizer:
-    """The optimizer of a model that can be trained.
-
-    Raises:
-        ValueError: a model that `check_trained_weights` or `check_forward_pass` refuses; `sync_ref_model`
-            with an adapter; a number in `shard`, and an optimizer whose state cannot be split.
-    """
+    """The optimizer of a model that can be trained."""
     check_trained_weights(model)
     if runs_packed(model):  # such a model is compared with its layout when the policy is made
         tell_fallbacks(model)
@@ -224,11 +219,7 @@ def first_plan(planner: Planner) -> TrainPlan:
 
 
 def build_selector(policy: Policy, args: GRPOConfig, rewards: RewardFunctions) -> Selector:
-    """The selector of groups to train on.
-
-    Raises:
-        ValueError: `refill_reward` is none of the reward functions, or there is nothing to refill.
-    """
+    """The selector of groups to train on."""
     if args.refill_reward is not None and args.refill_reward not in rewards.names:
         raise ValueError(
             f"refill_reward={args.refill_reward!r} is none of the reward functions: "
@@ -298,11 +289,7 @@ class NumSteps(NamedTuple):
 
 
 def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
-    """How long the run is. A stream without a length counts as one epoch.
-
-    Raises:
-        ValueError: an iterable dataset without max_steps.
-    """
+    """Steps of the run and of an epoch. A stream without a length counts as one epoch."""
     if num_batches_per_epoch is None:
         if args.max_steps <= 0:
             raise ValueError(
@@ -336,11 +323,7 @@ def build_rewards(
     playing: Playing,
     counts: WorkCounts,
 ) -> RewardFunctions:
-    """The reward functions of the user, and behind them those of environments, each of which has weight 1.
-
-    Raises:
-        ValueError: there are none; see `RewardFunctions`.
-    """
+    """The reward functions of the user, and behind them those of environments, each of which has weight 1."""
     own, weights = playing.reward_functions, args.reward_weights
     if own:
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
@@ -444,11 +427,7 @@ def tell_prompts(
     args: GRPOConfig,
     reward_names: Sequence[str],
 ) -> None:
-    """Say what the first prompts show, as the model will read them.
-
-    Raises:
-        ValueError: the chat template renders different prompts alike, or one differently each time.
-    """
+    """Say what the first prompts show, as the model will read them."""
     rows = list(islice(train_dataset, NUM_ROWS))
     try:
         token_ids = requests.tokenize(rows, [row_name(number) for number in range(len(rows))])

@@ -42,12 +42,7 @@ def _splits_weights(run: Run) -> bool:
 
 @watched(lambda run: "in save_model()", when=_splits_weights)
 def save_model(run: Run, directory: Path) -> None:
-    """Write a directory that `from_pretrained` reads; all ranks must call it if they split the weights.
-
-    Raises:
-        CheckpointError: a file could not be written.
-        FloatingPointError: the weights are not finite.
-    """
+    """Write a directory that `from_pretrained` reads; all ranks must call it if they split the weights."""
     check_finite_weights(run.policy, run.args, "saved model")
     with sealed.saving_model(directory):
         write_model(run, directory)
@@ -114,9 +109,6 @@ def check_space(run: Run) -> None:
     """Compare what the checkpoints to come will take with what is free where they will be written.
 
     All ranks must call it. They write into one directory, so that the main process looks there for all.
-
-    Raises:
-        ValueError: on all ranks, if not even one checkpoint fits.
     """
     args, state = run.args, run.journal.state
     steps = disk_space.steps_to_save(run.journal.save_interval, state.global_step, state.max_steps)
@@ -161,12 +153,7 @@ def _checkpoint_bytes(run: Run) -> dict[str, int]:
 
 @watched(lambda run: "in save_checkpoint()")
 def save(run: Run) -> Path:
-    """Write `output_dir/checkpoint-<step>`, whole or not at all.
-
-    Raises:
-        CheckpointError: it could not be written; earlier checkpoints stand.
-        FloatingPointError: the weights are not finite; earlier checkpoints stand.
-    """
+    """Write `output_dir/checkpoint-<step>`, whole or not at all."""
     check_finite_weights(run.policy, run.args, "checkpoint")
     state, output_dir = run.journal.state, run.args.run_dir
     directory = output_dir / f"checkpoint-{state.global_step}"
@@ -215,11 +202,6 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
 
     Returns:
         The checkpoint that was restored.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, corrupt or of another run, or contains more than data.
-        ValueError: the order of the data, or a scheduler that the user has passed, differs from the
-            checkpoint's.
     """
     if or_older:
         directory = _newest_whole(directory)
@@ -250,11 +232,7 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
 
 
 def _newest_whole(directory: Path) -> Path:
-    """The checkpoint, or the newest one beside it that every rank can read; all ranks must call it.
-
-    Raises:
-        CheckpointError: all are corrupt.
-    """
+    """The checkpoint, or the newest one beside it that every rank can read; all ranks must call it."""
     others = [found for found in reversed(sealed.list_checkpoints(directory.parent)) if found != directory]
     reasons: list[str] = []
     for candidate in ranks.of_all_ranks([[directory, *others]])[0]:

@@ -40,7 +40,7 @@ class RunData:
     run: RunConfig
     config: GRPOConfig
     left_out: list[str] = field(default_factory=list)
-    """What `load` has left out, a sentence for each dataset."""
+    """Sentences about the rows that `load` has left out, one for each dataset."""
 
     def __post_init__(self) -> None:
         self._check_options()
@@ -58,16 +58,11 @@ class RunData:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the run evaluates."""
+        """True if the run evaluates."""
         return self.config.eval_strategy != "no" or bool(self.config.eval_on_start)
 
     def load(self) -> tuple[TrainDataset, EvalDataset | None]:
-        """The rows to train on, and those to evaluate on where the run evaluates.
-
-        Raises:
-            ValueError, FileNotFoundError, ImportError: a dataset cannot be loaded, a column is not there, or
-                no row is left.
-        """
+        """The rows to train on, and those to evaluate on where the run evaluates."""
         run = self.run
         parts = {entry.label: self._loaded(entry) for entry in self._train}
         if len(parts) > 1 or run.datasets:

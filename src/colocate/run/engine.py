@@ -33,14 +33,7 @@ def build_engine(
     mesh: Mesh | None = None,
 ) -> RolloutEngine:
     """The engine that `args.engine` names; "auto" takes the native engine wherever that can run. It
-    is asleep.
-
-    Raises:
-        ImportError: what the engine is made of is not installed, or not in a version that is supported.
-        ValueError: an option that the engine which "auto" has come to does not support; `context_length`;
-            another engine than the native one would have to read weights that ranks share, or these cannot
-            decode as `decode_shard` says.
-    """
+    is asleep."""
     context_length(model, args)  # before anything is started: what no engine may be asked for
     name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
     if name == "auto":
@@ -133,7 +126,7 @@ def _moments_bytes(model: nn.Module, args: GRPOConfig, mesh: Mesh | None) -> int
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How the run draws completions, which end at `stop_token_ids` and those of `generation_kwargs`."""
+    """The run's way to draw completions, which end at `stop_token_ids` and those of `generation_kwargs`."""
     return SamplingParams(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -148,11 +141,7 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
 
 def context_length(model: nn.Module, args: GRPOConfig) -> tuple[int, str]:
     """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer;
-    and what says so.
-
-    Raises:
-        ValueError: `vllm_max_model_length` is more than the model computes consistently.
-    """
+    and what says so."""
     longest, asked = longest_context(causal_lm(model).config), args.vllm_max_model_length
     longest.check(asked, "vllm_max_model_length")
     most = longest.num_tokens or 1 << 62

@@ -94,7 +94,7 @@ def _device(accelerator: Accelerator) -> str:
 
 
 def shard_row(mesh: Mesh, *, splits_optimizer: bool, decode_shard: int | None = None) -> str | None:
-    """What the ranks of a run split, in words; None: there is one rank."""
+    """The row about what ranks split; None: there is one rank."""
     if mesh.num_ranks == 1:
         return None
     if mesh.num_weight_parts == 1:

@@ -17,7 +17,7 @@ Dataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
 
 def train_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
-    """This rank's share of each generation batch, one row per completion, once for each slice trained on.
+    """The rows of this rank in each generation batch, one per completion, once for each slice trained on.
 
     As in TRL, each generation batch is repeated `steps_per_generation` x `num_iterations` times in a row. One
     iteration over the loader is one epoch; the first iteration is the run's first epoch.
@@ -50,7 +50,7 @@ def eval_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
 
 
 class _Shares(Sampler):
-    """For each slice of an epoch, the rows in it, or their indices, as `source` has them."""
+    """The rows of each slice of an epoch, or their indices, as `source` has them."""
 
     def __init__(self, source: Any, args: GRPOConfig) -> None:
         self._args = args

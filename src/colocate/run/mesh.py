@@ -1,4 +1,4 @@
-"""How the ranks of a run share weights and optimizer: what `shard` says, or the planner chooses."""
+"""The mesh of a run: how many ranks share weights and optimizer, by `shard` or the planner's choice."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def mesh_of(args: GRPOConfig, accelerator: Accelerator, *asked: Any) -> Mesh:
-    """How this run's ranks share the weights.
+    """The mesh by which this run's ranks share the weights.
 
     Args:
         asked: what else `weight_parts_of` chooses by.
-
-    Raises:
-        ValueError: the processes cannot be divided as `shard` says.
     """
     return Mesh.of(accelerator.device.type, weight_parts_of(args, accelerator, *asked))
 
@@ -60,7 +57,7 @@ def weight_parts_of(
 
 
 def sharding_of(args: GRPOConfig, mesh: Mesh, *, splits_optimizer: bool) -> Sharding:
-    """What the ranks split, for the planner."""
+    """The sharding of the run, for the planner."""
     return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer, args.decode_shard)
 
 
@@ -70,11 +67,7 @@ def part_of(mesh: Mesh) -> tuple[WeightPart, DeviceMesh | None]:
 
 
 def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
-    """Whether the ranks split the optimizer's state.
-
-    Raises:
-        ValueError: `shard` is a number, and the optimizer's state cannot be split.
-    """
+    """True if the ranks split the optimizer's state."""
     if mesh.device_mesh is None or args.shard == "none":
         return False
     if (reason := why_state_stays_whole(args, optimizers)) is None:

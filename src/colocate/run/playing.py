@@ -1,4 +1,4 @@
-"""What a run's episodes are played with: tools, environments, a function of the user's, or none of these."""
+"""The players of a run's episodes: tools, environments, a function of the user's, or none of these."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Playing:
     rollout_func: RolloutFunc | None = None
     agent: Callable[..., Any] | None = None
     runners: list[AbstractContextManager[Any]] = field(default_factory=list)
-    """What runs tools or agents for the players that were built."""
+    """Runners of tools or agents for the players that were built."""
     given: dict[str, Any] = field(default_factory=dict)
     """The arguments as they were passed, by name."""
 
     @property
     def has_turns(self) -> bool:
-        """Whether episodes may have several turns, and given tokens in them."""
+        """True if episodes may have several turns, and given tokens in them."""
         return self.calls_tools or self.rollout_func is not None or self.agent is not None
 
     @property
     def calls_tools(self) -> bool:
-        """Whether tools are called here, and not by a user's program."""
+        """True if tools are called here, and not by a user's program."""
         return bool(self.toolbox) or self.environments is not None
 
     @property
@@ -67,7 +67,7 @@ class Playing:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What reward functions get besides the dataset's columns."""
+        """Arguments of reward functions besides the dataset's columns."""
         return () if self.environments is None else ("environments",)
 
     @contextmanager
@@ -110,9 +110,6 @@ def playing_of(
 
     Args:
         trainer: what `rollout_func` gets as its second argument.
-
-    Raises:
-        ValueError: a tool or an environment that cannot be used, or either with `rollout_func` or `agent`.
     """
     for name, func in (("rollout_func", rollout_func), ("agent", agent)):
         if func is not None and (tools or environment_factory is not None):
@@ -157,12 +154,7 @@ def datasets_of(
     playing: Playing,
 ) -> tuple[TrainDataset, EvalDataset | None]:
     """The datasets with the columns that reward functions are to see, and with prompts where environments
-    provide these.
-
-    Raises:
-        ValueError: see `check_datasets`; or a reward function needs a column that there is not; or there is
-            no dataset, and what an environment needs in its place is missing.
-    """
+    provide these."""
     if train_dataset is None and playing.environments is not None:  # an environment has the data
         check_own_data(playing.environments, args)
         train_dataset = datasets.Dataset.from_list([{"prompt": EMPTY_PROMPT}] * num_prompts_of(args))
@@ -219,13 +211,7 @@ def build_player(
     batches: PromptBatches,
     args: GRPOConfig,
 ) -> Player | EpisodePlayer | FunctionPlayer | AgentPlayer | CarryingPlayer:
-    """The player that a run needs.
-
-    Raises:
-        ImportError: an agent plays, and what serves it is not installed.
-        ValueError: the chat template cannot carry tools, no completion has room for a call, or batches cannot
-            be begun ahead.
-    """
+    """The player that a run needs."""
     if args.max_policy_lag:
         lag, engine = args.max_policy_lag, check_carry_over(playing, engine, args)
         player, held_out = (_episode_player(playing, engine, sampling, requests, args) for _ in range(2))
@@ -243,11 +229,7 @@ def build_player(
 
 
 def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) -> NativeEngine:
-    """The engine, if it can begin batches ahead.
-
-    Raises:
-        ValueError: it cannot; or a function of the user's plays the episodes, or rollouts are refilled.
-    """
+    """The engine, if it can begin batches ahead."""
     asked = f"max_policy_lag={args.max_policy_lag} lets completions go on over an update of the weights, but"
     if not isinstance(engine, NativeEngine):
         raise ValueError(

@@ -25,10 +25,6 @@ def set_up_process(args: GRPOConfig) -> Accelerator:
     On CUDA, PyTorch's allocator is set to expandable segments unless the environment configures it: memory
     that one phase frees can then be used by another phase in pieces of any size, so that fragmentation loses
     gigabytes less.
-
-    Raises:
-        ValueError: `args` were read from a file that has a placeholder where a secret was; or the script has
-            made an `Accelerator` with a plugin of DeepSpeed, FSDP or Megatron.
     """
     check_complete(vars(args))
     atexit.unregister(leave_process_groups)

@@ -78,7 +78,7 @@ class Run:
         return self.policy.model
 
     def description(self) -> dict[str, Any]:
-        """What `run.json` says of a run besides its versions."""
+        """The contents of `run.json` besides versions."""
         lm = causal_lm(self.model)
         return {
             "model": lm.config.name_or_path or type(lm).__name__,

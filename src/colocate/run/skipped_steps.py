@@ -17,12 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_skipped_step(run: Run, samples: list[Sample], update: UpdateResult) -> None:
-    """Write the samples of a step that was skipped into `output_dir`.
-
-    Raises:
-        FloatingPointError: the weights are not finite either, or this was the last of `max_skipped_steps`
-            skipped steps in a row.
-    """
+    """Write the samples of a step that was skipped into `output_dir`."""
     args, step = run.args, run.journal.state.global_step
     check_finite_weights(run.policy, args, "further step")
     file = args.run_dir / f"skipped_step_{step}_rank{run.accelerator.process_index}.jsonl"

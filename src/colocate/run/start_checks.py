@@ -1,4 +1,4 @@
-"""What the ranks of a run compare before the model is loaded: they must have been started alike.
+"""Ranks compare how they were started, before the model is loaded.
 
 Nothing synchronises the ranks' weights later: each computes the same step from the same sum of gradients. A
 rank with another option, dataset, model or library would drift away or hang the others, hours later and
@@ -45,10 +45,10 @@ _MAY_DIFFER = (
 )
 """Options that only one rank reads, or that say how a process talks."""
 _SET_BY_SAVING = ("architectures", "dtype")
-"""What transformers adds to a model's configuration on the rank that saves it, in an earlier run."""
+"""Entries that transformers adds to a model's configuration on the rank that saves it, in an earlier run."""
 _MAX_LINES = 12
 _SAMPLE_ELEMENTS = 1024
-"""How many elements of each parameter, and kilobytes of each file, stand for all."""
+"""Elements of each parameter, and kilobytes of each file, that stand for all."""
 
 _REMEDIES = {
     "option": "give every rank the same options",
@@ -70,11 +70,6 @@ def check_ranks(
 
     Args:
         functions: the user's reward functions, tools, environments and so on, by argument.
-
-    Raises:
-        ValueError: `check_split`; ranks differ; or two of them have the same GPU. Every rank raises the same
-            error.
-        TimeoutError: a rank has not come within `ddp_timeout` seconds.
     """
     check_split(args, model)
     if args.world_size < 2:
@@ -88,11 +83,7 @@ def check_ranks(
 
 
 def check_split(args: GRPOConfig, model: Any) -> None:
-    """Refuse a number of parts (`shard`) into which the nodes or the model cannot be divided.
-
-    Raises:
-        ValueError: with the arithmetic, and the numbers of parts that would work; the path of a GGUF file.
-    """
+    """Refuse a number of parts (`shard`) into which the nodes or the model cannot be divided."""
     check_no_gguf(model)
     num_parts = args.shard
     if not isinstance(num_parts, int) or num_parts == 1:
@@ -122,7 +113,7 @@ def check_split(args: GRPOConfig, model: Any) -> None:
 def report_of(
     args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any, functions: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What one rank says of itself: plain JSON without secrets, some kilobytes."""
+    """A rank's description of itself: plain JSON without secrets, some kilobytes."""
     datasets = {"train_dataset": train_dataset}
     for name, dataset in evaluation_sets(eval_dataset).items():
         datasets[f"eval_dataset {name}".strip()] = dataset
@@ -270,7 +261,7 @@ def _model(model: Any) -> dict[str, str]:
 
 
 def _reward_models(reward_funcs: Any) -> dict[str, str]:
-    """What is cheap to say of the reward models among reward functions."""
+    """A cheap description of the reward models among reward functions."""
     funcs = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     return {
         f"model {number}'s {part}": text

@@ -192,7 +192,7 @@ def _is_enum(member: Any) -> bool:
 
 
 def _may_say_none(action: Action, members: list[Any]) -> bool:
-    """Whether "none" can only mean None: it is no text, choice or member of a list."""
+    """True if "none" can only mean None: it is no text, choice or member of a list."""
     is_single = len(members) == 1 and action.nargs is None
     return is_single and not (members[0] in (str, bool) or _is_enum(members[0]) or action.choices)
 
