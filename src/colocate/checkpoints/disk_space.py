@@ -45,7 +45,7 @@ def most_at_once(output_dir: Path, steps: Sequence[int], limit: int | None) -> i
 
 
 def check(output_dir: Path, parts: Mapping[str, int], num_at_once: int) -> str | None:
-    """Compare what checkpoints take with what is free.
+    """Compare the size of the checkpoints to come with the free space of the disk.
 
     Args:
         parts: the bytes of one checkpoint by what they are for; what is not known before is left out.

@@ -1,4 +1,4 @@
-"""The model card, `README.md`, of every directory that a run saves a model to: what it is and how to load it.
+"""The model card, `README.md`, of each directory with a saved model: its origin and how to load it.
 
 Its metadata has the keys of TRL's cards, which the Hub reads. What may be private stays out: paths,
 addresses, prompts.
@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 CARD = "README.md"
 TAGS = ("generated_from_trainer", "colocate", "grpo")
 _PRIVATE = ("dir", "path", "url", "host", "port", "hub_", "run_name", "token")
-"""Parts of the names of options whose values say where a run was and not what it was."""
+"""Parts of option names whose values tell where a run was, which is private."""
 _NOT_OF_TRAINING = (
     *("logging", "save", "report", "disable", "debug", "dataloader", "use_cpu", "eval_on", "pad_to"),
 )

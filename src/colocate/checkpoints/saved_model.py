@@ -144,7 +144,8 @@ def _run_directories(directory: Path | None) -> list[Path]:
 
 
 def _check_owner(file: Path, directory: Path | None) -> None:
-    """Raises ValueError if another user wrote a file than this one or the one whose model it describes."""
+    """Raises ValueError if a file belongs neither to this user nor to the owner of the model that it
+    describes."""
     assert directory is not None
     described = (directory / name for name in ("config.json", ADAPTER_CONFIG))
     trusted = {os.geteuid(), 0, *(path.stat().st_uid for path in described if path.is_file())}

@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A checkpoint is not what was written; `reason` says how, without advice."""
+    """A checkpoint differs from what was written; `reason` says how, without advice."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(f"{directory} is corrupt: {reason}. {_other_checkpoints(directory)}")

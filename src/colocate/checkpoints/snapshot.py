@@ -48,8 +48,8 @@ def as_text(total: int) -> str:
 
 
 def bit_sum(numbered: Iterable[tuple[int, Tensor]]) -> int:
-    """A sum of all elements' bits as integers, which no order of summation can round, at memory speed: the
-    sum over a weight's parts is that of the weight.
+    """A sum of all elements' bits as integers, at memory speed. No order of summation rounds it, and the sums
+    of a weight's parts add up to that of the weight.
 
     Args:
         numbered: each weight with its number, by which its bits are multiplied.

@@ -23,7 +23,7 @@ SAME_INTERRUPT_S = 0.5
 
 @contextmanager
 def stop_event() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set within the block. After it they do what they did before."""
+    """An event that SIGINT and SIGTERM set within the block, after which their handlers are restored."""
     is_over = threading.Event()
     before = {number: signal.signal(number, lambda *_: is_over.set()) for number in STOP_SIGNALS}
     try:

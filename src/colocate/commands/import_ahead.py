@@ -1,4 +1,4 @@
-"""Imports of PyTorch and transformers without what can wait, and at the same time of what cannot.
+"""Faster imports of PyTorch and transformers: some modules in parallel threads, others later.
 
 Importing is mostly waiting for files, the more so where these lie on a network, and threads wait side by
 side. SymPy is large and imports neither PyTorch nor transformers, so no thread waits for one that waits for

@@ -1,4 +1,4 @@
-"""`colocate rollout-serve`: a server that draws what trainers elsewhere ask for, with their weights.
+"""`colocate rollout-serve`: a server that generates for remote trainers, with their weights.
 
 colocate rollout-serve MODEL                              the native engine
 colocate rollout-serve MODEL --engine vllm -- OPTIONS     vLLM, with its own options; also `vllm-serve`
@@ -24,11 +24,11 @@ _NATIVE_ONLY = {
     "trust_remote_code": "--trust-remote-code",
     "use_cpu": None,
 }
-"""The native engine's options, and what vLLM calls them; None: it has none such."""
+"""The native engine's options, and the names of the same options of vLLM; None: it has no such option."""
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command's options, and those of its older name."""
+    """Add the command, and its older name, to the command line."""
     _add_parser(commands, "rollout-serve", SUMMARY, "native")
     _add_parser(commands, "vllm-serve", "the same as rollout-serve --engine vllm", "vllm")
 

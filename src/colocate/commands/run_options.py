@@ -1,5 +1,4 @@
-"""The run file and options of `colocate train` and `colocate plan`: how they are given, and what is checked
-of them."""
+"""The run file and options of `colocate train` and `colocate plan`, and checks of them."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "native", "transformers", "vllm", "rollout_server")
 
 KV_CACHE_TOKENS = {"cpu": 2**15, "cuda": 2**18}
-"""Tokens for which the native engine takes memory if it is not told, by device: at least the context's, and
-at most what memory allows."""
+"""Default size in tokens of the native engine's cache, by device: raised to the context's length, and lowered
+to the memory there is."""
 
 _TEMPLATE_REMEDY = "have `colocate serve` started with --chat_template FILE"
 

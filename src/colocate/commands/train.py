@@ -176,7 +176,7 @@ def _ask(known: argparse.Namespace, engine: Any = None) -> ClusterRequest | None
 
 
 def _check_for_native(num_gpus: int, vllm_options: Sequence[str]) -> None:
-    """Raises ValueError: native servers are asked for, with what only vLLM's take."""
+    """Raises ValueError for native servers with options that only vLLM's have."""
     if num_gpus > 1:
         raise ValueError(
             f"--replica_gpus {num_gpus} needs --replica_engine vllm: a native server has its whole model on "

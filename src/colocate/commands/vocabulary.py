@@ -67,7 +67,7 @@ def _names(text: str, options: Collection[str]) -> set[str]:
 
 
 def _renamed(text: str, names: Mapping[str, str], own: Collection[str], found: Collection[str]) -> str:
-    """The text with the command's names, dashes before them, of those of the `found` options that it has."""
+    """The text with the command's own names, dashes included, in place of the `found` options that it has."""
     for name in found:
         called = names.get(name, name)
         if f"--{called}" in own:
@@ -92,7 +92,7 @@ def _possible(sentence: str, lacking: Collection[str]) -> str:
 
 
 def _with_ends(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """The pieces that the pattern divides, each with what divides it from the next one."""
+    """Pieces of a text between matches of the pattern, each with the match that follows it."""
     pieces, start = [], 0
     for match in pattern.finditer(text):
         pieces.append((text[start : match.start()], match.group()))

@@ -1,4 +1,4 @@
-"""A conversation with a model: what is said becomes tokens, and what the engine draws becomes text at once.
+"""A conversation with a model: messages become tokens, and generated tokens become text at once.
 
 The engine keeps one sequence for the whole conversation. An answer is drawn in short turns, so that its text
 can be shown while it grows, and the next message is appended to the tokens that are there: what was said
@@ -93,7 +93,7 @@ class Conversation:
             self._end_turn(drawn)
 
     def _begin_turn(self, text: str) -> int:
-        """Give the engine what was said. Returns the tokens that the answer may have."""
+        """Send the user's message to the engine. Returns the number of tokens that the answer may have."""
         if not text:
             raise ValueError("There is nothing to answer: the text is empty.")
         asked: Message = {"role": "user", "content": text}

@@ -43,7 +43,7 @@ _OF_4_BITS = ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, with what is needed to generate with it.
+    """A model on its device, with tokenizer and configuration to generate with.
 
     Attributes:
         model: the causal language model, within PEFT's wrapper if it has an adapter.
@@ -139,7 +139,7 @@ def _say_what_does_not_hold(saved: SavedModel, config: GRPOConfig) -> None:
 
 @contextmanager
 def _asking_for_trust(saved: SavedModel) -> Iterator[None]:
-    """Say with which option of the command a model is loaded whose own code transformers refuses to run."""
+    """Turn transformers' refusal to run a model's own code into an error that names the command's option."""
     try:
         yield
     except ValueError as error:

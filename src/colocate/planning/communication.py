@@ -28,10 +28,10 @@ SMALL_EFFICIENCY = 0.65
 """Share of the data sheet's bandwidth that the all-reduces of decode steps reach: on two H200s 293 of 450
 GB/s."""
 EXPOSED_SHARE = 0.7
-"""Share of the time of gathers and gradients' messages by which a micro-batch takes longer although they run
-beside its products, with which they share memory and processors. On two H200s a step of 7B with split weights
-takes 1.024 of one with whole weights, whose gradients are exchanged at its end instead. FSDP2, which copies
-what it gathers and reduces in float32, adds 1.0 to 1.3 times its messages' time there."""
+"""Share of the time of gathers and gradients' messages that lengthens a micro-batch, although they run at the
+same time as its products, since both use the GPU's memory and processors. On two H200s a step of 7B with
+split weights takes 1.024 times as long as one with whole weights, whose gradients are exchanged at its end.
+FSDP2, which copies what it gathers and reduces in float32, adds 1.0 to 1.3 times its messages' time there."""
 
 
 def link_bytes_per_s(gpu: Gpu, num_ranks: int) -> float:
@@ -41,8 +41,8 @@ def link_bytes_per_s(gpu: Gpu, num_ranks: int) -> float:
 
 
 def exchange_s(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, cluster: Cluster) -> float:
-    """Seconds of an optimizer step in which ranks with the same part of the weights add up its gradients and
-    gather what each has stepped, and in which the optimizer's state comes from the host and goes back.
+    """Seconds of an optimizer step for exchange: ranks with the same part of the weights reduce its gradients
+    and gather the updated weights, and the optimizer's state comes from the host and returns.
 
     That is 0.0 for one GPU, where the state travels beside other work, and for GPUs whose speed is unknown.
     """

@@ -226,7 +226,7 @@ class Case:
 
 
 class Planner:
-    """The plan of a run, corrected by what its steps are measured to take.
+    """The plan of a run, corrected by the measured memory of its steps.
 
     Args:
         shapes, workload, device_memory_bytes, constraints: as in `plan`.
@@ -293,7 +293,7 @@ class Planner:
         return self.refine(train_plan, peak - before, num_tokens)
 
     def refine(self, train_plan: TrainPlan, measured_bytes: int, num_tokens: int) -> TrainPlan:
-        """The plan to continue with, given the bytes that a step took beyond what was in use before it.
+        """The plan to continue with, given the bytes by which a step exceeded the memory in use before it.
 
         A step of n tokens is predicted to take fixed + correction × transient(n) bytes: fixed are the
         gradients, transient are activations, logits and temporaries, which grow with n. Solved for the

@@ -1,5 +1,4 @@
-"""Finds what to set so that a run fits a device: changes of options, alone or together, that the planner has
-found to suffice."""
+"""Changes of options, alone or together, with which the planner finds that a run fits a device."""
 
 from __future__ import annotations
 
@@ -97,8 +96,8 @@ def needed_bytes(case: Case) -> int | None:
 
 
 def enough_gpus(case: Case) -> tuple[Cluster, ShardingChoice] | None:
-    """The fewest GPUs, two, four or more times as many as now, that the run fits with as many completions on
-    each, and how it is split over them; None if `MOST_GPUS` are too few."""
+    """The smallest larger cluster, doubled step by step, whose GPUs the run fits with as many completions on
+    each, and its sharding; None if `MOST_GPUS` are too few."""
     now = case.cluster or Cluster()
     more = now
     while (num_gpus := 2 * more.num_gpus) <= MOST_GPUS:

@@ -1,4 +1,4 @@
-"""Translates a run's options into what the planner asks for: the one place that knows both."""
+"""Translation of a run's options into the planner's records, in one place."""
 
 from __future__ import annotations
 

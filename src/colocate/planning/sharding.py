@@ -23,7 +23,7 @@ decode steps, and the prediction is no better than that."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to split a run over its GPUs, and what comes of it."""
+    """A way to split a run over its GPUs, with its plan and time."""
 
     workload: Workload
     plan: MemoryPlan

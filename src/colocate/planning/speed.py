@@ -26,8 +26,8 @@ BANDWIDTH_EFFICIENCY = 0.77
 """Share of the data sheet's bandwidth that a decode step reaches when it reads keys and values: on an H200
 3.7 of 4.8 TB/s."""
 EIGHT_BIT_EFFICIENCY = 0.3
-"""Share of twice a GPU's peak in bfloat16 that the products in 8 bits of a decode step reach, the rounding of
-what they read included: on an H100 0.34 with 7B and 256 sequences, 0.26 with 1.5B and 512."""
+"""Share of twice a GPU's bfloat16 peak that a decode step's 8-bit products reach, with the rounding of their
+inputs: on an H100 0.34 with 7B and 256 sequences, 0.26 with 1.5B and 512."""
 LAYER_LATENCY_S = 20e-6
 """Seconds that the kernels of one layer take in a decode step beyond their reading and computing, since each
 waits for the one before it."""

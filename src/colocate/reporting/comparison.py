@@ -1,4 +1,4 @@
-"""The report of several runs: their curves in the same charts, and what they were run with."""
+"""The report of several runs: their curves in the same charts, and how their options differ."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _warning(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """Says which runs were made by different versions, whose curves may differ for that."""
+    """A sentence that names runs made by different versions, since these may explain differences; or none."""
     known = [run.info.get("versions") for run in runs]
     versions = [found if isinstance(found, dict) else {} for found in known]
     differing = []
@@ -191,7 +191,7 @@ def _options_of(run: RecordedRun) -> dict[str, Any]:
 
 
 def _scrolled(name: str, table: str) -> str:
-    """A table that scrolls where it is too wide, by keyboard, too."""
+    """A table in a box that can be scrolled, by keyboard as well, where it is too wide."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
 
 

@@ -1,4 +1,4 @@
-"""Notices that a run learns nothing, and says once what it looks like and where to look."""
+"""Warnings that a run learns nothing, each given once, with an example and where to look."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_SHOWN = 160
 
 @dataclass
 class LearningWatch:
-    """Looks at each rollout for what makes training pointless.
+    """A search in each rollout for symptoms that training is pointless.
 
     A symptom that has lasted long enough makes one warning in the whole run; it may come back unmentioned.
     """

@@ -1,4 +1,4 @@
-"""The texts that a run prints at its start and its end: what it is, where things are, what to type next.
+"""The texts at a run's start and end: its facts, its directories, and the next commands to type.
 
 This module imports nothing slow, so that `colocate train` can print before PyTorch and transformers are
 loaded.
@@ -92,7 +92,7 @@ def model_saved(
     own_rewards: Sequence[str] = (),
     has_own_code: bool = False,
 ) -> str:
-    """The text that `colocate train` ends with: where the model is, and what can be done with it.
+    """The last text of `colocate train`: where the model is, and the commands that use it.
 
     Args:
         base: the model that training started from, as the run names it.

@@ -57,8 +57,7 @@ class NotebookTable:
         self._show()
 
     def add_evaluation(self, step: int, cells: Mapping[str, str], reward: float | None = None) -> None:
-        """Add what an evaluation found after `step` steps to the row of that step, and its reward to the
-        chart."""
+        """Add the results of an evaluation to the row of its step, and its reward to the chart."""
         if reward is not None:
             self._chart.add_evaluation(step, reward)
         if not self._rows or self._rows[-1]["step"] != str(step):

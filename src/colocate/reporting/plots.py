@@ -188,8 +188,8 @@ class Plot:
         self._marks.append(f'<path class="f-{color}" d="M{path}Z">{title}</path>')
 
     def heading(self, xs: tuple[float, float], name: str, detail: str) -> None:
-        """Write a name, and a detail below it, above the part of the area between two x; what is wider than
-        that part is left out, and without the name there is no heading."""
+        """Write a name, and a detail below it, centred above the part of the area between two x. A text that
+        is too wide is left out; the detail is left out with the name."""
         left, right = self.x(xs[0]), self.x(xs[1])
         if _BOLD_PX * len(name) > right - left:
             return

@@ -1,4 +1,4 @@
-"""Shows what a run is doing: as a live panel on a terminal, as a table in a notebook, and elsewhere as lines.
+"""The progress of a run: a live panel on a terminal, a table in a notebook, and elsewhere lines.
 
 progress = Progress(is_main_process=state.is_world_process_zero, disable_tqdm=args.disable_tqdm)
 timeline = Timeline(device, on_phase=progress.set_phase)
@@ -88,7 +88,7 @@ class Progress:
         self._step, self._total = 0, total
         self._has_stepped = False
         self.counts = WorkCounts()
-        """Counts of what is done of the phase that runs, kept by whoever does the work."""
+        """Counts of the work done in the present phase, kept by whoever does it."""
         self._estimate = StepEstimate(rollouts_per_step)
         self._end_s = math.nan
         """The end of the run, by `time.monotonic`."""
@@ -297,12 +297,13 @@ class Progress:
                 self._print_line(" | ".join(facts))
 
     def _now(self) -> str:
-        """The phase that runs, since when, and what is done of it."""
+        """The present phase, its seconds so far, and its counts."""
         done = self.counts.words()
         return f"{self._phase} {time.monotonic() - self._phase_start:.0f} s" + (f", {done}" if done else "")
 
     def _eta(self) -> str:
-        """The time left: by the steps so far, or before there are any by what has passed of the first one."""
+        """The time left, from the steps so far, or before the first has ended from the part of it that is
+        done."""
         if self._has_stepped:
             left = self._end_s - time.monotonic()
             return clock(max(left, 0.0)) if math.isfinite(left) and self._step < self._total else ""

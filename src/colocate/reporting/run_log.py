@@ -66,7 +66,7 @@ def reserve_metrics(*names: str) -> None:
 
 
 class RunLog:
-    """Appends to the run's record, one flushed line at a time: what was logged survives a crash.
+    """The writer of a run's record, which flushes each line: logged lines survive a crash.
 
     Nothing in the directory changes before the first step, so that a run which cannot start leaves the record
     of an earlier run as it is.
@@ -199,8 +199,7 @@ class RunLog:
 
 
 def earlier_record(output_dir: Path, *, has_checkpoints: bool) -> str | None:
-    """A sentence that says what a new run does with an earlier record in this directory; None if there is
-    none."""
+    """A sentence that says how a new run treats an earlier record in this directory; None without one."""
     try:
         with open(output_dir / METRICS_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))

@@ -15,7 +15,7 @@ from colocate.reporting.run import RecordedRun, number
 from colocate.reporting.run_log import strict_json
 
 MAX_BYTES = 8 * 2**20
-"""Text of completions in a page at most: what can be mailed, and searched at each key."""
+"""The most bytes of completions in a page, which can then be mailed, and searched at each key."""
 _COLUMNS = {"step", "prompt", "completion", "advantage"}
 
 
@@ -121,7 +121,7 @@ def _field(name: str, label: str, control: str) -> str:
 
 
 def newest(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """The last of `records` whose text has `MAX_BYTES` at most, and whether these are all."""
+    """The last records that have at most `MAX_BYTES` of text together, and whether these are all."""
     size_bytes, first = 0, len(records)
     while first and size_bytes <= MAX_BYTES:
         first -= 1

@@ -1,4 +1,4 @@
-"""Counts of what is done of a phase, such as tokens drawn or micro-batches computed.
+"""Counts of the work done in a phase, such as tokens drawn or micro-batches computed.
 
 counts.begin("completions", 32)     # whoever does the work counts it
 counts.add("completions")
@@ -33,7 +33,7 @@ class _Count:
 
 
 class WorkCounts:
-    """Counts of what is done of the phase that runs, as far as the host knows.
+    """Counts of the work done in the present phase, as far as the host knows.
 
     Nothing waits for a device to be counted: an engine counts the tokens that it reads in any case, and a
     micro-batch counts once it has been launched. One thread counts, and any thread may read.
@@ -44,7 +44,7 @@ class WorkCounts:
         self._counts: dict[str, _Count] = {}
         self._read: Callable[[], Mapping[str, int]] | None = None
         self.at_work = ""
-        """The name of what is at work, such as a reward function; empty: it has none."""
+        """The name of a reward function or other part that is at work; empty: it has none."""
 
     def clear(self) -> None:
         """Forget all counts: other work begins."""

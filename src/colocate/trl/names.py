@@ -280,7 +280,7 @@ class TRLNames:
 
     @property
     def control(self) -> TrainerControl:
-        """The `TrainerControl`: what callbacks have asked for."""
+        """The `TrainerControl`, in which callbacks ask for logs, evaluations, checkpoints or the end."""
         return self.journal.control
 
     # ── Data ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,2 +1,1 @@
-"""Names that TRL's scripts import besides the trainer: argument classes, their parser, and what is made of
-them."""
+"""Names that TRL's scripts import besides the trainer: argument classes, their parser, and helpers."""

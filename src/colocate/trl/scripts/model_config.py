@@ -1,4 +1,4 @@
-"""The model of a script, under TRL's names, and what is passed to the trainer for it."""
+"""The model of a script under TRL's names, and the trainer's arguments made of it."""
 
 from __future__ import annotations
 
