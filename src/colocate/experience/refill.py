@@ -41,6 +41,8 @@ class RefillingSelector(Selector):
     without a word. No group is pending when a step is taken, so checkpoints know nothing of rounds.
     """
 
+    is_resumable = True
+
     def __init__(self, policy: Policy, options: RefillOptions) -> None:
         super().__init__(policy, options)
         self._refill = options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from colocate.data.sampler import PromptBatch, PromptBatches
 from colocate.experience.dealing import dealt
@@ -25,6 +26,9 @@ class Selector:
     The loop makes rollouts until the window holds a step. A selector that chooses among groups returns the
     slices of the chosen groups, and no slices while there are too few.
     """
+
+    is_resumable = False
+    """Whether a checkpoint has the selector's state."""
 
     def __init__(self, policy: Policy, options: WeightingOptions) -> None:
         self._policy = policy
@@ -70,6 +74,13 @@ class Selector:
         if self._options.top_entropy_quantile < 1.0:
             samples = with_entropy_threshold(samples, self._policy, self._options, num_accumulated=1)
         return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The facts of earlier selections on which later ones depend."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`."""
 
     def _dealt(self, slices: list[list[Sample]], num_together: int) -> list[list[Sample]]:
         return dealt(

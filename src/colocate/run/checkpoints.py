@@ -17,8 +17,6 @@ from colocate.checkpoints.finite import check_finite_weights
 from colocate.config.grpo_config import GRPOConfig
 from colocate.data.loading import READERS
 from colocate.experience import ranks
-from colocate.experience.players.carry_over import CarryingPlayer
-from colocate.experience.refill import RefillingSelector
 from colocate.options.redaction import redacted
 from colocate.options.requirements import IN_COMPLETIONS, marked
 from colocate.parallel.watch import watched
@@ -219,9 +217,8 @@ def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
     spoilt = changed.concern_waiting_completions(marked(GRPOConfig, IN_COMPLETIONS))
     if spoilt:
         run.window.clear()
-        if isinstance(run.player, CarryingPlayer):
-            run.player.clear()
-    if isinstance(run.player, CarryingPlayer) and run.player.has_restored:
+        run.player.clear()
+    if run.player.has_restored:
         run.agreement.leave_out()
     if changed.changes and run.accelerator.is_main_process:
         # The main process has read one rank's; another number of ranks may have saved.
@@ -257,8 +254,8 @@ def _resumable_parts(run: Run) -> dict[str, snapshot.Resumable]:
     parts: dict[str, snapshot.Resumable] = {
         "batches": run.batches, "window": run.window, "entropy": run.entropy, "journal": run.journal
     }  # fmt: skip
-    if isinstance(run.player, CarryingPlayer):
+    if run.player.is_resumable:
         parts["player"] = run.player
-    if isinstance(run.selector, RefillingSelector):
+    if run.selector.is_resumable:
         parts["selector"] = run.selector
     return parts

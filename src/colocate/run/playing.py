@@ -23,7 +23,7 @@ from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import Toolbox
 from colocate.experience.players.carry_over import CarryingPlayer
 from colocate.experience.players.episode_player import EpisodePlayer
-from colocate.experience.players.play import Player
+from colocate.experience.players.play import Player, SingleTurnPlayer
 from colocate.experience.players.rollout_function import FunctionPlayer, RolloutFunc
 from colocate.experience.requests import RequestBuilder
 from colocate.http.key import key_from_environment
@@ -210,7 +210,7 @@ def build_player(
     requests: RequestBuilder,
     batches: PromptBatches,
     args: GRPOConfig,
-) -> Player | EpisodePlayer | FunctionPlayer | AgentPlayer | CarryingPlayer:
+) -> Player:
     """The player that a run needs."""
     if args.max_policy_lag:
         lag, engine = args.max_policy_lag, check_carry_over(playing, engine, args)
@@ -261,10 +261,10 @@ def _episode_player(
     sampling: SamplingParams,
     requests: RequestBuilder,
     args: GRPOConfig,
-) -> Player | EpisodePlayer:
+) -> SingleTurnPlayer | EpisodePlayer:
     """The player of episodes that the engine draws and tools or environments answer."""
     if not playing.has_turns:
-        return Player(engine, sampling)
+        return SingleTurnPlayer(engine, sampling)
     check_whole_messages(args)
     renderer = Renderer(requests.tokenizer, args.chat_template_kwargs, sampling.stop_token_ids)
     if any(playing.toolboxes()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
@@ -17,10 +17,7 @@ from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.engines.base import RolloutEngine
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
-from colocate.experience.players.carry_over import CarryingPlayer
-from colocate.experience.players.episode_player import EpisodePlayer
 from colocate.experience.players.play import Player
-from colocate.experience.players.rollout_function import FunctionPlayer
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -34,9 +31,6 @@ from colocate.run.identity import RunIdentity
 from colocate.run.playing import Playing
 from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import sizes_of
-
-if TYPE_CHECKING:
-    from colocate.experience.players.agent_player import AgentPlayer
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Run:
     batches: PromptBatches
     requests: RequestBuilder
     engine: RolloutEngine
-    player: Player | EpisodePlayer | FunctionPlayer | AgentPlayer | CarryingPlayer
+    player: Player
     judge: Judge
     selector: Selector
     window: TrainingWindow

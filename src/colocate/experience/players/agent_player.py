@@ -25,6 +25,7 @@ from typing import Any
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.episode import Episode
 from colocate.experience.players.agent_session import Drawing, Session
+from colocate.experience.players.play import Player
 from colocate.experience.requests import RolloutRequest
 from colocate.http.key import ServerKey
 from colocate.serving.app import RETRY_AFTER_S, Service
@@ -78,7 +79,7 @@ Agent = Callable[[dict[str, Any], Endpoint], Any]
 """The dataset's row and the endpoint -> columns for reward functions, a mapping, or None; may be async."""
 
 
-class AgentPlayer:
+class AgentPlayer(Player):
     """Lets an agent play a request's episodes, all at the same time.
 
     What an agent raises, and the time limit, end its episode with the calls that were made; reward functions

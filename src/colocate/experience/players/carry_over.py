@@ -23,12 +23,12 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.submissions import Submissions
 from colocate.episodes.episode import Episode
 from colocate.experience.players.episode_player import EpisodePlayer
-from colocate.experience.players.play import Begun, Player
+from colocate.experience.players.play import Begun, Player, SingleTurnPlayer
 from colocate.experience.requests import RequestBuilder, RolloutRequest
 from colocate.types import SamplingParams
 
 
-class CarryingPlayer:
+class CarryingPlayer(Player):
     """Plays one generation batch to its end, and later ones as far as they get meanwhile.
 
     Episodes of a single turn are saved as far as they are, so that a resumed run goes on exactly. Those with
@@ -40,10 +40,12 @@ class CarryingPlayer:
         max_policy_lag: L, generation batches that are begun ahead.
     """
 
+    is_resumable = True
+
     def __init__(
         self,
-        player: Player | EpisodePlayer,
-        held_out: Player | EpisodePlayer,
+        player: SingleTurnPlayer | EpisodePlayer,
+        held_out: SingleTurnPlayer | EpisodePlayer,
         engine: NativeEngine,
         batches: PromptBatches,
         requests: RequestBuilder,
@@ -55,7 +57,6 @@ class CarryingPlayer:
         self._batches = batches
         self._requests = requests
         self._max_lag = max_policy_lag
-        self.words = player.words
         self._begun: deque[Any] = deque()
         """What `begin` has made of the requests that are not finished, in the order of their batches."""
         self._newest_key = -1
@@ -66,8 +67,12 @@ class CarryingPlayer:
         """The engine's sequences, while another phase of the step has the device."""
 
     @property
-    def sampling(self) -> SamplingParams:
-        """How tokens are drawn in every rollout."""
+    def words(self) -> str | None:
+        words: str | None = self._player.words
+        return words
+
+    @property
+    def sampling(self) -> SamplingParams:  # type: ignore[override]
         sampling: SamplingParams = self._player.sampling
         return sampling
 
@@ -108,19 +113,16 @@ class CarryingPlayer:
 
     @property
     def has_restored(self) -> bool:
-        """Whether completions wait that were begun, by older weights, before the run was resumed."""
         return bool(self._restored)
 
     def clear(self) -> None:
-        """Forget what was restored: the prompts are begun anew."""
         self._restored.clear()
         self._aside = Submissions()
-        if isinstance(self._player, Player):
+        if isinstance(self._player, SingleTurnPlayer):
             self._player.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was drawn of requests that are not finished; nothing where episodes have several turns."""
-        if not isinstance(self._player, Player):
+        if not isinstance(self._player, SingleTurnPlayer):
             return {"begun": []}
         return {
             "begun": [begun.numbers for begun in self._begun],
@@ -129,7 +131,7 @@ class CarryingPlayer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state["begun"] or not isinstance(self._player, Player):
+        if not state["begun"] or not isinstance(self._player, SingleTurnPlayer):
             return
         self._restored.extend(state["begun"])
         self._player.load_state_dict(state["player"])

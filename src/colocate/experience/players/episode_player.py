@@ -21,6 +21,7 @@ from colocate.episodes.episode import Episode
 from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_runner import ToolResult, ToolRunner
 from colocate.episodes.tools import Toolbox
+from colocate.experience.players.play import Player
 from colocate.experience.requests import RolloutRequest
 from colocate.types import Completion, Prompt, SamplingParams
 
@@ -55,7 +56,7 @@ class _Play:
     """The number of its sequence in the engine; None: the episode is over."""
 
 
-class EpisodePlayer:
+class EpisodePlayer(Player):
     """Plays episodes in which a model calls tools, and goes on with what they have answered.
 
     Sampled tokens stay as they were sampled. A tool's answer becomes tokens by `Renderer.bridge`; where the
@@ -101,7 +102,6 @@ class EpisodePlayer:
 
     @property
     def words(self) -> str:
-        """What episodes are played with, for a run's header."""
         boxes = {None: self._toolbox} if self._environments is None else self._environments.toolboxes
         names = {name: ", ".join(box.names) or "none" for name, box in boxes.items()}
         tools = "; ".join(text if name is None else f"{name}: {text}" for name, text in names.items())

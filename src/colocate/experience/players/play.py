@@ -1,4 +1,4 @@
-"""From requests to episodes: how the engine is asked while it is awake."""
+"""Players: what makes the episodes of a request while the engine is awake."""
 
 from __future__ import annotations
 
@@ -20,14 +20,40 @@ class Begun:
 
 
 class Player:
-    """Asks the engine for completions, each of which is an episode.
+    """Makes the episodes of requests. Unless a subclass says otherwise, none of them is left unfinished."""
 
-    Args:
-        sampling: how tokens are drawn in every rollout.
-    """
+    sampling: SamplingParams
+    """The parameters by which tokens are drawn in every rollout."""
+    is_resumable = False
+    """Whether a checkpoint has the player's state."""
 
-    words = None
-    """How episodes are played, for a run's header; None: in one turn."""
+    @property
+    def words(self) -> str | None:
+        """A clause about how episodes are played, for a run's header; None: in one turn."""
+        return None
+
+    @property
+    def has_restored(self) -> bool:
+        """Whether completions wait that were begun, by older weights, before the run was resumed."""
+        return False
+
+    def play(self, request: RolloutRequest) -> list[Episode]:
+        """Return the episodes of a request, prompt by prompt; the engine must be awake."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget what was restored: its prompts are begun anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The completions of requests that are not finished."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the completions of a `state_dict`."""
+
+
+class SingleTurnPlayer(Player):
+    """Asks the engine for completions, each of which is an episode."""
 
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:
         self._engine = engine
@@ -36,7 +62,6 @@ class Player:
         """Completions of requests that are not finished, by the numbers of their sequences."""
 
     def play(self, request: RolloutRequest) -> list[Episode]:
-        """Return the episodes of a request, of one turn each, prompt by prompt; the engine must be awake."""
         return _episodes(request, self._engine.generate(request.prompts, self.sampling))
 
     def begin(self, request: RolloutRequest) -> Begun:
@@ -58,7 +83,6 @@ class Player:
         self._ended.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The completions of requests that are not finished."""
         return {"ended": {number: vars(completion) for number, completion in self._ended.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from colocate.data.prompts import tokenize_prompts
 from colocate.engines.base import RolloutEngine
 from colocate.engines.requests import turn_key
 from colocate.episodes.episode import Episode
+from colocate.experience.players.play import Player
 from colocate.experience.requests import RolloutRequest
 from colocate.options.values import shown
 from colocate.types import Completion, Prompt, SamplingParams
@@ -23,7 +24,7 @@ RolloutFunc = Callable[[list[Any]], dict[str, Any]]
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
-class FunctionPlayer:
+class FunctionPlayer(Player):
     """Lets a function complete prompts, by the engine or in any other way.
 
     The function gets a prompt for each completion: each one as often as its group has members on this rank.
