@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from colocate.engines.base import RolloutEngine
 from colocate.http.key import ServerKey
 from colocate.serving.app import Service
-from colocate.serving.desk import Visitors
 from colocate.serving.driver import Driver
 from colocate.serving.engine_thread import EngineThread
 from colocate.serving.gate import with_key
+from colocate.serving.handlers import StatelessHandler
 from colocate.serving.limits import Limits
 from colocate.serving.server import HttpServer, bound_socket
 from colocate.serving.texts import Texts
@@ -85,8 +85,8 @@ class Served:
         engine.wake_up()
         self.driver = Driver(engine, slice_s=slice_s)
         self.texts = Texts(TOKENIZER, stops)
-        desk = Visitors(self.texts, max_len=engine.max_len, vocab_size=engine.vocab_size)
-        check = with_key(None if key is None else ServerKey(key, "the test"), desk)
+        handler = StatelessHandler(self.texts, max_len=engine.max_len, vocab_size=engine.vocab_size)
+        check = with_key(None if key is None else ServerKey(key, "the test"), handler)
         self.thread = EngineThread(self.driver, math.inf)
         self.service = Service(
             self.driver, self.texts, model=MODEL, check_key=check, limits=limits,

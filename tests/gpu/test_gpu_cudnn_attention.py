@@ -72,6 +72,8 @@ def test_workspace_is_as_planned(num_kv_heads, num_queries, num_keys):
     q = torch.zeros(num_queries, 8, 128, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(num_keys, num_kv_heads, 128, dtype=torch.bfloat16, device="cuda")
     runs = Runs.of([num_queries], [num_keys], q.device)
-    graph = cudnn_attention._backward_graph(cudnn_attention._Case.of(q, k, runs, 1.0, has_workspace=True))
+    graph = cudnn_attention._backward_graph(
+        cudnn_attention._AttentionCase.of(q, k, runs, 1.0, has_workspace=True)
+    )
     planned = cudnn_attention.workspace_bytes(8, num_kv_heads, 128, num_queries, num_keys)
     assert graph.workspace_bytes == pytest.approx(planned, rel=0.02, abs=4096)

@@ -13,7 +13,7 @@ from hopper import needs_hopper
 
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels.checks import fallbacks, kernel_check
-from colocate.kernels.checks.kernel_check import CHECKS, TOLERANCE, Outcome
+from colocate.kernels.checks.kernel_check import CHECKS, TOLERANCE, CheckOutcome
 from colocate.kernels.checks.tested_versions import TESTED
 from colocate.weights.layouts import Layout, layout_for
 
@@ -90,7 +90,7 @@ def test_an_engine_tries_them_and_does_without_what_fails(
     version, capability, failures, is_tried, said, caplog, monkeypatch
 ):
     tried = []
-    outcome = lambda *of: tried.append(of) or Outcome(failures, 3.0)  # noqa: E731
+    outcome = lambda *of: tried.append(of) or CheckOutcome(failures, 3.0)  # noqa: E731
     monkeypatch.setattr(kernel_check, "outcome", outcome)
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(torch, "__version__", f"{TESTED['PyTorch'][0]}.0")

@@ -26,7 +26,7 @@ from faulty_front import FaultyFront
 from colocate.http.key import ServerKey
 from colocate.http.messages import Message
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
-from colocate.rollout_server.vllm.gate import Gate
+from colocate.rollout_server.vllm.gate import VLLMGate
 from colocate.rollout_server.vllm.weight_receiver import WeightReceiver
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ class FakeVLLM(FaultyFront):
         super().__init__()
 
     def restart(self) -> None:
-        self.gate = Gate(self._app)
+        self.gate = VLLMGate(self._app)
         self.loaded = FakeModel(self.names)
         config = self.config.get_text_config()
         model_config = {

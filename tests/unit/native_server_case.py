@@ -17,7 +17,7 @@ from typing import Any
 from engine_models import make_model
 
 from colocate.http.key import key_file, key_of_new_server
-from colocate.rollout_server.native.serve import NativeOptions, RolloutServer
+from colocate.rollout_server.native.serve import RolloutServer, ServedOptions
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.trainer.watch import Timeouts
@@ -41,12 +41,12 @@ class NativeServer:
 
     Args:
         model: whose configuration it has.
-        options: see `NativeOptions`.
+        options: see `ServedOptions`.
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
         self._model = model
-        self._options = NativeOptions(**{"max_num_seqs": 4, "dtype": "float32", "use_cpu": True, **options})
+        self._options = ServedOptions(**{"max_num_seqs": 4, "dtype": "float32", "use_cpu": True, **options})
         self.port = 0
         self.start()
 

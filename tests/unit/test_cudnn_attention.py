@@ -17,7 +17,7 @@ def test_a_graph_is_made_for_a_little_more_than_the_pack(lengths, keys):
         lengths = [length or 1 for length in lengths]
     runs = Runs.of(lengths, None if keys is None else [keys] * len(lengths), torch.device("cpu"))
     q, k = torch.empty(sum(runs.query_lengths), 4, 64), torch.empty(sum(runs.key_lengths), 2, 64)
-    case = cudnn_attention._Case.of(q, k, runs, 1.0, has_workspace=True)
+    case = cudnn_attention._AttentionCase.of(q, k, runs, 1.0, has_workspace=True)
     for bound, number, smallest, slack in [
         (case.max_runs, len(lengths), 1, 2.0),
         (case.max_queries, max(runs.query_lengths), 128, 1.5),

@@ -32,7 +32,7 @@ from fault_schedules import (
 from faulty_front import become_another, die, doubled, error_500, hang, late, restart, send_json
 
 from colocate.config.grpo_config import GRPOConfig
-from colocate.http.lease import Run, ServerHeld
+from colocate.http.lease import LeaseHolder, ServerHeld
 from colocate.rollout_server.options import server_urls
 from colocate.rollout_server.trainer.client import CompletionRefused
 from colocate.rollout_server.trainer.pool import EnginePool
@@ -322,7 +322,7 @@ def test_the_option_makes_a_pool_of_its_servers(make_fleet, tmp_path_factory):
 
 def test_where_another_run_has_a_server_the_others_are_let_go(make_fleet, tmp_path_factory):
     fleet = make_fleet(3)
-    run = dict(vars(Run("theirs", "runs/theirs", "node1", 4711, "")))
+    run = dict(vars(LeaseHolder("theirs", "runs/theirs", "node1", 4711, "")))
     fleet.fakes[2].message("claim", run=run)
     with pytest.raises(ServerHeld, match=r"belongs to the run in runs/theirs \(process 4711 on node1\)"):
         engine_of_options(fleet, output_dir=str(tmp_path_factory.mktemp("run")))

@@ -20,7 +20,7 @@ from colocate.kernels.checks.fallbacks import (
     of_versions,
     why_not_flash,
 )
-from colocate.kernels.checks.kernel_check import Outcome
+from colocate.kernels.checks.kernel_check import CheckOutcome
 from colocate.kernels.checks.tested_versions import TESTED
 from colocate.policy.attention import cudnn_attention
 from colocate.policy.stack import stack
@@ -72,13 +72,13 @@ def test_of_rollout(change: dict[str, Any], said: str | None):
         ((f"{TORCH}.0", "3.5.1"), None, r"Triton 3.5.1 was never tested", False),
         (
             (f"{TORCH}.0", "3.99.0"),
-            Outcome({}, 14.6),
+            CheckOutcome({}, 14.6),
             r"3.99.0 .* agree with PyTorch here \(15 s\)\.$",
             False,
         ),
         (
             (f"{TORCH}.0", "3.99.0"),
-            Outcome({"head": "two runs have different results"}, 14.6),
+            CheckOutcome({"head": "two runs have different results"}, 14.6),
             r"without those that failed here: head: two runs have different results\.$",
             True,
         ),

@@ -15,9 +15,9 @@ from chat_templates import WITH_TOOLS, make_call, renderer_of, sampled
 from colocate.episodes.renderer import Renderer
 from colocate.serving.calls import chat_call
 from colocate.serving.choice import Choice
-from colocate.serving.desk import Place
 from colocate.serving.driver import Drawn
 from colocate.serving.fields import Fields
+from colocate.serving.handlers import DrawRequest
 from colocate.serving.message_stream import MessageStream
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
@@ -67,8 +67,8 @@ def test_a_stop_text_is_not_in_a_message(before, is_read_whole, monkeypatch):
         monkeypatch.setattr(Renderer, "marks", None)
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "stop": "XX"}
     chat, texts = chat_call(Fields(body)), Texts(TOKENIZER, [STOP])
-    place = Place(Prompt((5,), 0, range(1)), SamplingParams(max_tokens=999))
-    choice = Choice(0, chat, place, texts)
+    request = DrawRequest(Prompt((5,), 0, range(1)), SamplingParams(max_tokens=999))
+    choice = Choice(0, chat, request, texts)
     choice.take(Drawn(0, tuple(TOKENIZER(before + "abXXcd")["input_ids"]), None, "length"))
     shown = choice.turn.shown
     assert choice.finish_reason == ("tool_calls" if before else "stop") and shown is not None

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from colocate.parallel.mesh import Mesh
 from colocate.policy.optimizer.optimizer import PolicyOptimizer
-from colocate.policy.optimizer.state import Placement, read_state, shapes_of, tensors_of
+from colocate.policy.optimizer.state import StatePlacement, read_state, shapes_of, tensors_of
 from colocate.weights.weight_parts import UNSPLIT
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -43,7 +43,7 @@ def test_maps_of_8_bit_codes_are_known_by_their_values(is_loaded):
     if is_loaded:  # with copies of the maps
         optimizer.load_state_dict(optimizer.state_dict())
     before = dict(optimizer.state[leaf])
-    places = {"w": Placement(ONE, leaf, UNSPLIT)}
+    places = {"w": StatePlacement(ONE, leaf, UNSPLIT)}
     tensors = tensors_of(optimizer, {"w": leaf}, places, ONE)
     maps = {name: tensor for name, tensor in tensors.items() if name.startswith("maps/")}
     assert sorted(maps) == ["maps/w/qmap1", "maps/w/qmap2"]

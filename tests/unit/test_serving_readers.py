@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocate.data.encoding import TooManyTokens, encoded_up_to
-from colocate.experience.players.agent_session import Drawing, Session
+from colocate.experience.players.agent_session import DrawOptions, Session
 from colocate.serving import calls, readers
 from colocate.serving.calls import chat_call, completion_call
-from colocate.serving.desk import Visitors
 from colocate.serving.fields import Fields
+from colocate.serving.handlers import StatelessHandler
 from colocate.serving.readers import Readers
 from colocate.serving.refusal import Refusal
 from colocate.serving.texts import Texts
@@ -151,21 +151,23 @@ class Counting:
 
 def session_of(texts: Texts) -> Session:
     prompt = Prompt(tuple(texts.renderer.render(QUESTION)), 0, range(1))
-    return Session(prompt, texts, Drawing(SamplingParams(max_tokens=50), MAX_LEN, 1 << 20, lambda: 0))
+    return Session(prompt, texts, DrawOptions(SamplingParams(max_tokens=50), MAX_LEN, 1 << 20, lambda: 0))
 
 
-@pytest.mark.parametrize("desk", ["visitors", "agent"])
+@pytest.mark.parametrize("handler", ["stateless", "agent"])
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_of_a_text_that_is_far_too_long_a_beginning_is_encoded(desk, is_chat):
+def test_of_a_text_that_is_far_too_long_a_beginning_is_encoded(handler, is_chat):
     texts = Texts(Counting(), [STOP])  # type: ignore[arg-type]
-    place = (
-        session_of(texts) if desk == "agent" else Visitors(texts, max_len=MAX_LEN, vocab_size=1 << 20)
-    ).place
+    handle = (
+        session_of(texts)
+        if handler == "agent"
+        else StatelessHandler(texts, max_len=MAX_LEN, vocab_size=1 << 20)
+    ).draw_request
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": LONG}]}
     call = chat_call(Fields(body)) if is_chat else completion_call(Fields({"model": "m", "prompt": LONG}))
     texts.tokenizer.num_chars = 0  # type: ignore[attr-defined]
     with pytest.raises(Refusal, match="more than 100 tokens") as refused:
-        place(call, 0)
+        handle(call, 0)
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == ("messages" if is_chat else "prompt")
     assert texts.tokenizer.num_chars < 20 * MAX_LEN < len(LONG) / 1000  # type: ignore[attr-defined]
@@ -207,13 +209,13 @@ def test_an_episode_ends_while_a_prompt_of_its_agent_is_read(monkeypatch):
     monkeypatch.setattr(texts, "context", context)
     errors: list[Exception] = []
 
-    def place() -> None:
+    def read_call() -> None:
         try:
-            session.place(chat_call(Fields({"model": "m", "messages": QUESTION})), 0)
+            session.draw_request(chat_call(Fields({"model": "m", "messages": QUESTION})), 0)
         except Exception as error:
             errors.append(error)
 
-    reader = threading.Thread(target=place, daemon=True)
+    reader = threading.Thread(target=read_call, daemon=True)
     reader.start()
     assert is_reading.wait(60)
     began_s = time.monotonic()

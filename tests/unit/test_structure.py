@@ -77,6 +77,25 @@ def test_no_two_files_of_the_tests_share_a_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+SHARED_NAMES = {
+    "Group": "the completions of a prompt: as the engine draws them, and as they are rewarded",
+    "Projection": "a matrix product: of the engine's, and of the policy's with its gradient",
+    "Rollout": "a generation batch: under way in the engine, and scored",
+}
+"""Classes that two rooms have under one name, with the reason; at most eight."""
+
+
+def test_classes_have_names_of_their_own():
+    counts = Counter(
+        node.name.lstrip("_")
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in counts.items() if count > 1} <= SHARED_NAMES.keys()
+    assert len(SHARED_NAMES) <= 8 and max(counts.values()) <= 2
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring, those below attributes too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 from colocate.serving.answers import Answer
 from colocate.serving.calls import chat_call, completion_call
 from colocate.serving.choice import Choice
-from colocate.serving.desk import Place
 from colocate.serving.driver import Drawn
 from colocate.serving.fields import Fields
+from colocate.serving.handlers import DrawRequest
 from colocate.serving.text_stream import TextStream
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
@@ -91,8 +91,8 @@ def test_each_token_is_told_with_its_bytes_and_its_place_in_the_text(text, data)
     body: dict[str, Any] = {"model": "m", "prompt": "a", "logprobs": 0}
     chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True}
     call = completion_call(Fields(body))
-    place = Place(Prompt((1,), 0, range(1)), SamplingParams(max_tokens=99))
-    choice, chunks = Choice(0, call, place, texts), []
+    request = DrawRequest(Prompt((1,), 0, range(1)), SamplingParams(max_tokens=99))
+    choice, chunks = Choice(0, call, request, texts), []
     answer = Answer(call, "m", texts)
     for start, end in itertools.pairwise([0, *cuts, len(ids)]):
         reason = "length" if end == len(ids) and not choice.is_over else None

@@ -31,7 +31,7 @@ from colocate.engines.trtllm import chunks as chunks_module
 from colocate.engines.trtllm import memory_tags, ray_server
 from colocate.engines.trtllm.chunks import chunks
 from colocate.engines.trtllm.placement import Placement
-from colocate.engines.trtllm.sampling import Request, sampling_arguments
+from colocate.engines.trtllm.sampling import SamplingRequest, sampling_arguments
 from colocate.parallel.ray_cluster import RayPlace
 from colocate.policy.model.loading import stop_token_ids
 from colocate.types import SamplingParams
@@ -78,10 +78,10 @@ def assert_greedy(engine: Any, model: Any) -> None:
     assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
 
 
-def request(ticket: int, length: int, sampling: SamplingParams, max_tokens: int = 100) -> Request:
+def request(ticket: int, length: int, sampling: SamplingParams, max_tokens: int = 100) -> SamplingRequest:
     (prompt,) = make_prompts([length])
     arguments = sampling_arguments(sampling, max_tokens=max_tokens, seed=0, logprobs_mode=None)
-    return Request(ticket, prompt.token_ids, arguments)
+    return SamplingRequest(ticket, prompt.token_ids, arguments)
 
 
 def each_chunk(engine: Any, send: Callable[[int, Any], None]) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colocate.algorithms import normalization
-from colocate.algorithms.normalization import Slice
+from colocate.algorithms.normalization import LossSlice
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
 from colocate.options.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
@@ -98,7 +98,7 @@ class Loss:
     """A loss type: its surrogate, its normaliser, and what else the objective must know of it."""
 
     surrogate: Surrogate
-    normalizer: Callable[[Slice], Tensor]
+    normalizer: Callable[[LossSlice], Tensor]
     """The weight of each sequence's sum, [B]: a function of `colocate.algorithms.normalization`."""
     paper: str
     """The paper that published the loss, to be read by people."""
@@ -139,9 +139,9 @@ def loss_weights(
 
     Args:
         token_counts: [B] unmasked tokens per sequence; 0 is allowed.
-        num_accumulated, tokens_per_step, max_completion_length: see `normalization.Slice`.
+        num_accumulated, tokens_per_step, max_completion_length: see `normalization.LossSlice`.
     """
-    part = Slice(token_counts.float(), num_accumulated, tokens_per_step, max_completion_length)
+    part = LossSlice(token_counts.float(), num_accumulated, tokens_per_step, max_completion_length)
     return LOSSES[loss_type].normalizer(part)
 
 

@@ -5,8 +5,8 @@ With
 
     loss = Σ_i loss_weights[i] · Σ_t token_loss[i, t] · mask[i, t]
 
-any other cut gives the same gradient. TRL normalises micro-batch by micro-batch; to reproduce it, a `Slice`
-is one of *its* micro-batches: `per_device_train_batch_size` sequences of one rank.
+any other cut gives the same gradient. TRL normalises micro-batch by micro-batch; to reproduce it, a
+`LossSlice` is one of *its* micro-batches: `per_device_train_batch_size` sequences of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Slice:
+class LossSlice:
     """B sequences of one rank that are normalised together. The functions below weigh them, [B] float32.
 
     Gradients are averaged over data-parallel ranks, so the weights of one rank add up as if it were alone.
@@ -34,28 +34,28 @@ class Slice:
     """The option `max_completion_length`, in tokens."""
 
 
-def sequence_mean(part: Slice) -> Tensor:
+def sequence_mean(part: LossSlice) -> Tensor:
     """1 / (N·B·n_i): the mean over sequences of their token means."""
     return 1 / (part.num_accumulated * len(part.counts) * part.counts.clamp(min=1))
 
 
-def sequence_sum(part: Slice) -> Tensor:
+def sequence_sum(part: LossSlice) -> Tensor:
     """1 / (N·B): the mean over sequences of their token sums."""
     return torch.full_like(part.counts, 1 / (part.num_accumulated * len(part.counts)))
 
 
-def fixed_length_mean(part: Slice) -> Tensor:
+def fixed_length_mean(part: LossSlice) -> Tensor:
     """1 / (N·B·max_completion_length), a constant: no sequence counts for more by being short."""
     num_tokens = part.num_accumulated * len(part.counts) * part.max_completion_length
     return torch.full_like(part.counts, 1 / num_tokens)
 
 
-def slice_mean(part: Slice) -> Tensor:
+def slice_mean(part: LossSlice) -> Tensor:
     """1 / (N·Σ n): the mean over the tokens of the slice."""
     return (1 / (part.num_accumulated * part.counts.sum().clamp(min=1))).expand_as(part.counts)
 
 
-def step_mean(part: Slice) -> Tensor:
+def step_mean(part: LossSlice) -> Tensor:
     """1 / tokens_per_step: the mean over the tokens of the optimizer step."""
     return torch.full_like(part.counts, 1 / part.tokens_per_step)
 

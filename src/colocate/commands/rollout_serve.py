@@ -115,9 +115,9 @@ def _serve_native(known: argparse.Namespace) -> int:
 
     check_installed("colocate rollout-serve")
 
-    from colocate.rollout_server.native.serve import NativeOptions, serve
+    from colocate.rollout_server.native.serve import ServedOptions, serve
 
-    options = NativeOptions(
+    options = ServedOptions(
         dtype=known.dtype or "auto",
         revision=known.revision,
         max_model_len=known.max_model_len,

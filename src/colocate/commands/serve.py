@@ -108,10 +108,10 @@ def _serve(
     from colocate.inference.loading import load
     from colocate.memory.garbage import lasting_objects_left_out
     from colocate.serving.app import Service
-    from colocate.serving.desk import Visitors
     from colocate.serving.driver import Driver
     from colocate.serving.engine_thread import EngineThread
     from colocate.serving.gate import with_key
+    from colocate.serving.handlers import StatelessHandler
     from colocate.serving.limits import Limits
     from colocate.serving.server import HttpServer
     from colocate.serving.stepper import step_limit_s
@@ -126,12 +126,12 @@ def _serve(
     engine = _engine(loaded)
     try:
         limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
-        visitors = Visitors(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
+        handler = StatelessHandler(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
         driver = Driver(engine)
         thread = EngineThread(driver, step_limit_s(engine, loaded.model.device))
         name = known.served_model_name or known.model
         service = Service(
-            driver, texts, model=name, check_key=with_key(key, visitors), limits=limits,
+            driver, texts, model=name, check_key=with_key(key, handler), limits=limits,
             check_engine=thread.check,
         )  # fmt: skip
         server = HttpServer(service.app, listening, limits)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colocate.episodes.tool_workers import Job, ToolWorkers
+from colocate.episodes.tool_workers import ToolJob, ToolWorkers
 from colocate.users_code.errors import RewardTimeout
 from colocate.users_code.process_state import users_code
 from colocate.users_code.time_limit import TimeLimit
@@ -88,7 +88,7 @@ class LimitedCalls:
                 raise outcome.error
         return outcomes
 
-    def _next_end_s(self, jobs: Sequence[Job]) -> float | None:
+    def _next_end_s(self, jobs: Sequence[ToolJob]) -> float | None:
         """The seconds until the first of the jobs that run is late; None: none is, or there is no limit."""
         if self._limit.timeout_s is None:
             return None
@@ -96,7 +96,7 @@ class LimitedCalls:
         first_s = min(started, default=time.monotonic())
         return max(first_s + self._limit.timeout_s - time.monotonic(), 0.0)
 
-    def _is_late(self, job: Job) -> bool:
+    def _is_late(self, job: ToolJob) -> bool:
         limit_s, started_s = self._limit.timeout_s, job.started_s
         return None not in (limit_s, started_s) and time.monotonic() > started_s + limit_s  # type: ignore[operator]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from colocate.episodes.content import MAX_CHARS, MediaError, content_of, encodable
 from colocate.episodes.tool_loop import Task, ToolLoop
-from colocate.episodes.tool_workers import Job, ToolWorkers
+from colocate.episodes.tool_workers import ToolJob, ToolWorkers
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.arguments import own_copy
 from colocate.users_code.errors import RewardTimeout, words_of
@@ -48,7 +48,7 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": self.content}
 
 
-class _Batch:
+class _CallBatch:
     """The calls of one message: sync ones one after the other, then the async ones together. That is TRL's
     order; two methods of one environment never run at the same time unless both are async."""
 
@@ -57,7 +57,7 @@ class _Batch:
         self.results: list[ToolResult | None] = [None] * len(self.calls)
         self.sync: deque[int] = deque()
         self.asynchronous: list[tuple[int, Callable[[], Awaitable]]] = []
-        self.running: dict[int, Job | Task] = {}
+        self.running: dict[int, ToolJob | Task] = {}
 
 
 class ToolRunner:
@@ -103,10 +103,10 @@ class ToolRunner:
         self._changed = threading.Event()
         self._loop = ToolLoop(timeout_s, self._changed.set)
         self._workers = ToolWorkers(num_workers, self._changed.set) if num_workers else None
-        self._batches: dict[Hashable, _Batch] = {}
+        self._batches: dict[Hashable, _CallBatch] = {}
         self._queue: deque[Hashable] = deque()  # keys of batches with a sync call for the main thread
         self._watch = self._limit.interpreter_watch()
-        self._left: list[Job] = []
+        self._left: list[ToolJob] = []
         """Jobs that were given up and may still run."""
         self._num_users = 0
 
@@ -126,7 +126,7 @@ class ToolRunner:
         """
         if key in self._batches:
             raise ValueError(f"Calls under {key!r} are under way: poll them before starting others.")
-        batch = self._batches[key] = _Batch(calls)
+        batch = self._batches[key] = _CallBatch(calls)
         for index, call in enumerate(batch.calls):
             if call.function is None:
                 batch.results[index] = self._failure(call, call.problem, 0.0)
@@ -221,7 +221,7 @@ class ToolRunner:
 
     # --- beginning -----------------------------------------------------------------------------------------
 
-    def _advance(self, key: Hashable, batch: _Batch) -> None:
+    def _advance(self, key: Hashable, batch: _CallBatch) -> None:
         """Begin what may begin now that nothing of the batch's sync calls runs."""
         if batch.sync and self._workers is None:
             self._queue.append(key)
@@ -235,7 +235,7 @@ class ToolRunner:
                 self._begin_async(batch, index, begin)
             batch.asynchronous.clear()
 
-    def _begin_async(self, batch: _Batch, index: int, begin: Callable[[], Awaitable]) -> None:
+    def _begin_async(self, batch: _CallBatch, index: int, begin: Callable[[], Awaitable]) -> None:
         try:
             awaitable = begin()
         except Exception as error:  # the arguments are not those of the function
@@ -248,7 +248,7 @@ class ToolRunner:
         with users_code(f"The tool {name!r}"):
             return self._content(name, await awaitable)
 
-    def _run_here(self, key: Hashable, batch: _Batch) -> None:
+    def _run_here(self, key: Hashable, batch: _CallBatch) -> None:
         """Run the next sync call of the first batch in the queue."""
         self._limit.check_thread()
         index = batch.sync.popleft()
@@ -314,11 +314,11 @@ class ToolRunner:
                     self._give_up(work)
                     late = self._timeout(call, self._timeout_s or 0.0)
                     self._settle(batch, index, dataclasses.replace(late, is_left_running=True))
-                    if isinstance(work, Job):
+                    if isinstance(work, ToolJob):
                         self._advance(key, batch)
         self._loop.check(is_late)
 
-    def _settle(self, batch: _Batch, index: int, outcome: ToolResult | Awaitable | BaseException) -> None:
+    def _settle(self, batch: _CallBatch, index: int, outcome: ToolResult | Awaitable | BaseException) -> None:
         """Note what a call has come to; an awaitable is one more async call, and what is passed on is
         raised."""
         batch.running.pop(index, None)
@@ -343,14 +343,14 @@ class ToolRunner:
             return self._timeout(call, latency_s)
         return self._failure(call, error, latency_s)
 
-    def _overdue_s(self, work: Job | Task) -> float | None:
+    def _overdue_s(self, work: ToolJob | Task) -> float | None:
         """When the work is given up at the earliest, by `time.monotonic`; None: never."""
         if isinstance(work, Task):
             return work.overdue_s
         started_s = time.monotonic() if work.started_s is None else work.started_s
         return None if self._timeout_s is None else started_s + self._timeout_s
 
-    def _give_up(self, work: Job | Task) -> None:
+    def _give_up(self, work: ToolJob | Task) -> None:
         if isinstance(work, Task):
             work.future.cancel()
         elif self._workers is not None:

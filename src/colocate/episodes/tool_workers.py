@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Job:
+class ToolJob:
     """A function in a thread of `ToolWorkers`, until it is done or given up."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -35,21 +35,21 @@ class ToolWorkers:
     def __init__(self, num_threads: int, notify: Callable[[], None]) -> None:
         self._num_threads = num_threads
         self._notify = notify
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[ToolJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_started = False
 
-    def submit(self, function: Callable[[], Any]) -> Job:
+    def submit(self, function: Callable[[], Any]) -> ToolJob:
         """Queue a function that must not raise. The first call starts the threads."""
         if not self._is_started:
             self._is_started = True
             for _ in range(self._num_threads):
                 self._start_thread()
-        job = Job(function)
+        job = ToolJob(function)
         self._jobs.put(job)
         return job
 
-    def abandon(self, job: Job) -> None:
+    def abandon(self, job: ToolJob) -> None:
         """Give a job up: if it waits, it is never begun; if it runs, another thread takes its thread's
         place."""
         with self._lock:

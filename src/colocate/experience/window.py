@@ -30,7 +30,7 @@ from colocate.types import Sample
 
 
 @dataclass
-class Slice:
+class WindowSlice:
     """Completions that TRL would put into one micro-batch, and how many passes over them are left."""
 
     samples: list[Sample]
@@ -57,7 +57,9 @@ class TrainingWindow:
         self.num_iterations = num_iterations
         self._device = device
         self._evaluates_all = evaluates_all
-        self._queue: deque[Slice] = deque()  # one entry per visit; the visits of a slice share one object
+        self._queue: deque[WindowSlice] = (
+            deque()
+        )  # one entry per visit; the visits of a slice share one object
         self._has_moved = False  # whether the policy has since the front of the queue was generated
 
     @property
@@ -78,7 +80,7 @@ class TrainingWindow:
                 first visit comes after the policy has moved, or for all (`evaluates_all`).
         """
         self._has_moved = self._has_moved and bool(self._queue)
-        added = [Slice(list(samples), self.num_iterations) for samples in slices]
+        added = [WindowSlice(list(samples), self.num_iterations) for samples in slices]
         num_on_policy = max(0, self.slices_per_step - len(self._queue))
         if self._has_moved:
             # The new slices share a step with older completions, and then all samples of the step need old
@@ -146,7 +148,9 @@ class TrainingWindow:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        slices = [Slice([self._restored(s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]]
+        slices = [
+            WindowSlice([self._restored(s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]
+        ]
         self._queue = deque(slices[i] for i in state["order"])
         self._has_moved = True
 

@@ -18,7 +18,7 @@ _MAX_LINE_BYTES = 2**16
 _MAX_HEADERS = 100
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """An answer, read whole."""
 
     status: int
@@ -60,7 +60,7 @@ class Connection:
         self._socket.settimeout(self.remaining_s())  # a limit for all pieces of a sendall together
         self._socket.sendall(head + b"\r\nHost: " + self._host + b"\r\n\r\n" + (payload or b""))
 
-    def receive(self) -> Answer:
+    def receive(self) -> HttpResponse:
         """Wait for the answer to the request and read it.
 
         Raises:
@@ -137,7 +137,7 @@ class _DeadlineSocket(socket.socket):
         return super().recv_into(*args, **kwargs)
 
 
-def _answer_in(stream: BinaryIO) -> Answer:
+def _answer_in(stream: BinaryIO) -> HttpResponse:
     while True:
         version, status = _status_in(stream)
         headers = _headers_in(stream)
@@ -154,7 +154,7 @@ def _answer_in(stream: BinaryIO) -> Answer:
         content = _bytes_in(stream, _number(length, 10))
     else:
         content, is_last = stream.read(), True
-    return Answer(status, content, is_last)
+    return HttpResponse(status, content, is_last)
 
 
 def _line_in(stream: BinaryIO) -> str:

@@ -22,7 +22,7 @@ _JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
-class Run:
+class LeaseHolder:
     """A run that uses a server, and its process that asks.
 
     Args:
@@ -39,9 +39,9 @@ class Run:
     process: str = ""
 
 
-def this_run(run_id: str, output_dir: str) -> Run:
+def this_run(run_id: str, output_dir: str) -> LeaseHolder:
     """This process's run, described with this process."""
-    return Run(run_id, output_dir, socket.gethostname(), os.getpid(), process_identity(os.getpid()))
+    return LeaseHolder(run_id, output_dir, socket.gethostname(), os.getpid(), process_identity(os.getpid()))
 
 
 class ServerHeld(RuntimeError):
@@ -60,11 +60,11 @@ class Lease:
     """The server's side of the lease: it knows the holder, and each message of the holder renews it."""
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._run: LeaseHolder | None = None
         self._since_s = self._heard_s = 0.0
 
     @property
-    def holder(self) -> Run | None:
+    def holder(self) -> LeaseHolder | None:
         """The run that holds the server, None if nobody does."""
         if self._run is not None and time.monotonic() - self._heard_s > LEASE_S:
             logger.warning(
@@ -74,7 +74,7 @@ class Lease:
             self._run = None
         return self._run
 
-    def claim(self, run: Run, instead_of: str | None = None) -> None:
+    def claim(self, run: LeaseHolder, instead_of: str | None = None) -> None:
         """Take or keep the server for `run`.
 
         Args:

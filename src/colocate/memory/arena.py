@@ -79,7 +79,7 @@ class Arena:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         _check_only_one(device, purpose)
-        driver = _Driver(device) if driver is None else driver
+        driver = _CudaDriver(device) if driver is None else driver
         granularity = driver.granularity()
         if capacity_bytes < 1 or handle_bytes < 1 or handle_bytes % granularity:
             raise ValueError(
@@ -273,7 +273,7 @@ class _OutOfDeviceMemory(RuntimeError):
     pass
 
 
-class _Driver:
+class _CudaDriver:
     """The calls of CUDA's driver and of PyTorch that an arena needs, on one device."""
 
     def __init__(self, device: torch.device) -> None:

@@ -11,7 +11,7 @@ Moment = Literal["head", "layer", "embedding", "reduce", "step"]
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """One use of a device's memory and its size."""
 
     name: str
@@ -25,5 +25,5 @@ class Row:
     """Whether the row grows with a micro-batch's tokens; measured steps correct the size of such rows."""
 
 
-def total_bytes(rows: Iterable[Row]) -> int:
+def total_bytes(rows: Iterable[MemoryRow]) -> int:
     return sum(row.size_bytes for row in rows)

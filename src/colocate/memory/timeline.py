@@ -94,8 +94,8 @@ class Timeline:
                 device's own count.
         """
         device = torch.device(device)
-        self._memory: _CudaMemory | _HostMemory = (
-            _CudaMemory(device, pooled) if device.type == "cuda" else _HostMemory()
+        self._memory: _CudaMeter | _HostMemory = (
+            _CudaMeter(device, pooled) if device.type == "cuda" else _HostMemory()
         )
         self._on_phase = on_phase or (lambda name: None)
         self._categories = {part.name: part.num_bytes for part in categories}
@@ -283,7 +283,7 @@ class _HostMemory:
         return {"after_bytes": now, "peak_bytes": max(self._highest, peak)}
 
 
-class _CudaMemory:
+class _CudaMeter:
     """Memory in use on one CUDA device."""
 
     def __init__(self, device: torch.device, pooled: PooledBytes) -> None:

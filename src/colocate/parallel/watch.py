@@ -94,7 +94,7 @@ class Sign:
         return bool(place) and place == self.place and _start_of(self.pid) != self.started
 
 
-class Loss(NamedTuple):
+class RankLoss(NamedTuple):
     """A rank that will not come back, and what can be said of it."""
 
     rank: int
@@ -169,7 +169,7 @@ class Watch:
         finally:
             self._progress = functools.partial(str, self._sign.at)  # of the work, and not the trainer with it
 
-    def _note_failure(self, error: BaseException) -> Loss | None:
+    def _note_failure(self, error: BaseException) -> RankLoss | None:
         """Tell the others of an error; another rank's loss that explains it, which may be noticed later."""
         lines = redacted("".join(traceback.format_exception(error))).splitlines()[-NUM_LINES:]
         text, order = redacted(first_line(error)), sys.maxsize
@@ -190,7 +190,7 @@ class Watch:
             record_failure(error)
         return None
 
-    def _explains(self, loss: Loss, text: str, order: int) -> bool:
+    def _explains(self, loss: RankLoss, text: str, order: int) -> bool:
         """Whether the loss of a rank has led to this rank's error `text`, the failure number `order`."""
         sign = self._signs.get(loss.rank)
         if sign is None or sign.failed < self._number:
@@ -214,7 +214,9 @@ class Watch:
             if not losses and lost_store_s is not None and time.monotonic() - lost_store_s > GRACE_S:
                 keeper = self._signs.get(0)
                 name = "rank 0" if keeper is None else keeper.name
-                losses = [Loss(0, f"{name} or its launcher, where all ranks meet, is gone: {store_error}.")]
+                losses = [
+                    RankLoss(0, f"{name} or its launcher, where all ranks meet, is gone: {store_error}.")
+                ]
             with self._lock:
                 if losses and self._is_at_work and not self._stop.is_set():
                     self._give_up(losses[0])
@@ -260,33 +262,37 @@ class Watch:
                 self._last_news_s[rank] = time.monotonic()
             self._signs[rank] = sign
 
-    def _losses(self, *, at_once: bool = False) -> list[Loss]:
+    def _losses(self, *, at_once: bool = False) -> list[RankLoss]:
         """Ranks that will not finish, the first to fail first; `at_once`: no wait for own errors."""
-        losses: list[tuple[int, Loss]] = []
+        losses: list[tuple[int, RankLoss]] = []
         for rank in self._others:
             sign = self._signs.get(rank)
             if sign is None:
                 if self._is_silent(rank):
-                    losses.append((0, Loss(rank, f"rank {rank} has not come for {self._silence_s:.0f} s.")))
+                    losses.append(
+                        (0, RankLoss(rank, f"rank {rank} has not come for {self._silence_s:.0f} s."))
+                    )
             elif sign.finished >= self._number:
                 continue
             elif sign.failed >= self._number:
                 first_s = self._first_seen_s.setdefault((rank, sign.failed), time.monotonic())
                 if at_once or time.monotonic() - first_s > GRACE_S:
-                    losses.append((sign.order, Loss(rank, _obituary(sign, f"has failed: {sign.error}"))))
+                    losses.append((sign.order, RankLoss(rank, _obituary(sign, f"has failed: {sign.error}"))))
             elif sign.ended:
                 text = (
                     f"has ended its script, while rank {self._sign.rank} awaits it {self._sign.at}: all must "
                 )
-                losses.append((0, Loss(rank, _obituary(sign, f"{text}call the same methods of the trainer"))))
+                losses.append(
+                    (0, RankLoss(rank, _obituary(sign, f"{text}call the same methods of the trainer")))
+                )
             elif sign.is_gone(self._sign.place):
                 text = "has died: its process was killed or has crashed"
-                losses.append((0, Loss(rank, _obituary(sign, text))))
+                losses.append((0, RankLoss(rank, _obituary(sign, text))))
             elif (told := self._told_dead(rank)) is not None:
-                losses.append((0, Loss(rank, told)))
+                losses.append((0, RankLoss(rank, told)))
             elif self._is_silent(rank):
                 text = f"has given no sign of life for {self._silence_s:.0f} s (ddp_timeout)"
-                losses.append((0, Loss(rank, _obituary(sign, text))))
+                losses.append((0, RankLoss(rank, _obituary(sign, text))))
         return [loss for _, loss in sorted(losses)]
 
     def _is_silent(self, rank: int) -> bool:
@@ -299,7 +305,7 @@ class Watch:
                 return str(self._store.get(key).decode())
         return None
 
-    def _give_up(self, loss: Loss) -> None:
+    def _give_up(self, loss: RankLoss) -> None:
         """Say who was lost, once on each host in full, and end this process."""
         sign, is_first = self._signs.get(loss.rank), True
         with suppress(Exception):

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from colocate.engines.native.footprint import engine_rows, least_kv_tokens, rollout_rows, useful_kv_tokens
 from colocate.engines.vllm.footprint import asleep_row, vllm_rows
-from colocate.memory.rows import Moment, Phase, Row, total_bytes
+from colocate.memory.rows import MemoryRow, Moment, Phase, total_bytes
 from colocate.memory.train_plan import TrainPlan
 from colocate.memory.workload import Workload
 from colocate.policy.footprint import MOMENTS_BYTES, optimizer_rows, train_rows
@@ -36,7 +36,7 @@ blocks of whole 2 MiB, and gaps remain between tensors that come and go."""
 class MemoryPlan:
     """A way to train a run, and the use of one device's memory by it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     train_plan: TrainPlan
     num_parameters: int
     kv_bytes_per_token: int
@@ -192,7 +192,7 @@ def account(
     )
 
 
-def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
+def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[MemoryRow]:
     """The rows that take memory in rollout and training alike; those of a vLLM that never sleeps are in
     `engine_turn`."""
     b, dtype, sharding = workload.parameter_dtype.itemsize, workload.parameter_dtype, workload.sharding
@@ -204,21 +204,21 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
     if shapes.four_bit is not None:
         scales = "double quantised" if shapes.four_bit.double_quantized else "float32"
         how = f"{projections:,} × 0.5 B and {scales} scales, {count - projections:,} × {b} B"
-    rows = [Row("weights", "resident", weights, how)]
+    rows = [MemoryRow("weights", "resident", weights, how)]
     if shapes.has_adapters:
         # PEFT keeps adapters in float32 whatever the base model's type is, so they need no masters.
         adapters = sum(shapes.adapter_sizes)
-        rows.append(Row("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
+        rows.append(MemoryRow("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
     elif workload.has_reference and not workload.scorers_sleep:
         # With LoRA the reference is the base model with its adapters off.
-        rows.append(Row("reference", "resident", weights, how))
+        rows.append(MemoryRow("reference", "resident", weights, how))
     if workload.is_gpu:
         if workload.engine == "native":
             rows += engine_rows(shapes.part(sharding.num_decode_parts), workload.of_engine)
         elif workload.engine == "vllm":
             rows.append(asleep_row(workload.vllm.name))
         context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
-        rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
+        rows.append(MemoryRow("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
         of_ranks = [sharding.num_replicas, sharding.num_weight_parts]
         if sharding.gathers:
             of_ranks += [sharding.num_decode_parts, sharding.num_weight_parts // sharding.num_decode_parts]
@@ -226,15 +226,15 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         if groups:
             sizes = " and of ".join(map(str, groups))
             how = f"{NCCL_BYTES / 2**30:.2f} GiB for each group of ranks: of {sizes}"
-            rows.append(Row("NCCL", "resident", len(groups) * NCCL_BYTES, how))
+            rows.append(MemoryRow("NCCL", "resident", len(groups) * NCCL_BYTES, how))
     if not train_plan.offload_optimizer:
         rows += optimizer_rows(shapes, workload, "resident")
     return rows + ([_fragmentation(rows, "resident")] if workload.is_gpu else [])
 
 
 def engine_turn(
-    shapes: ModelShapes, workload: Workload, resident: Iterable[Row], device_memory_bytes: int | None
-) -> tuple[list[Row], int]:
+    shapes: ModelShapes, workload: Workload, resident: Iterable[MemoryRow], device_memory_bytes: int | None
+) -> tuple[list[MemoryRow], int]:
     """The rows that the engine adds to the resident ones during a rollout, and the tokens of its KV cache.
 
     The rows of a vLLM that never sleeps belong to the phase "resident". A server adds none, since it runs on
@@ -260,7 +260,7 @@ def train_room(
 
 def _train_rows(
     shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, correction: float
-) -> list[Row]:
+) -> list[MemoryRow]:
     rows = [
         replace(row, size_bytes=int(row.size_bytes * correction)) if row.is_transient else row
         for row in train_rows(shapes, workload, train_plan)
@@ -275,10 +275,10 @@ def _train_rows(
     return rows + lost
 
 
-def _fragmentation(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> Row:
+def _fragmentation(rows: Iterable[MemoryRow], phase: Phase, moment: Moment | None = None) -> MemoryRow:
     size_bytes = sum(row.size_bytes for row in rows if row.name not in ("CUDA", "NCCL"))
     how = f"{FRAGMENTATION:.0%} of what tensors ask for"
-    return Row("fragmentation", phase, int(FRAGMENTATION * size_bytes), how, moment)
+    return MemoryRow("fragmentation", phase, int(FRAGMENTATION * size_bytes), how, moment)
 
 
 def train_bytes(

@@ -27,7 +27,7 @@ from functools import cache
 
 import torch
 
-from colocate.memory.rows import Moment, Phase, Row, total_bytes
+from colocate.memory.rows import MemoryRow, Moment, Phase, total_bytes
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
 from colocate.memory.workload import Sharding, Workload
 from colocate.policy.attention.cudnn_attention import workspace_bytes
@@ -74,15 +74,17 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
 
 def optimizer_rows(
     shapes: ModelShapes, workload: Workload, phase: Phase, moment: Moment | None = None
-) -> list[Row]:
+) -> list[MemoryRow]:
     """Masters and moments: resident, or in phase "train" only if they are on the host during rollouts."""
     sizes, rows = optimizer_sizes(shapes, workload.sharding), []
     trained, how = sum(sizes), _share(workload.sharding)
     if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
-        rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B{how}", moment))
+        rows.append(
+            MemoryRow("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B{how}", moment)
+        )
     moments = _moments_bytes(shapes, workload.sharding, workload.optim)
     how = f"{trained:,} trained × {moments / trained:.3g} B{how}"
-    rows.append(Row("moments", phase, moments, how, moment))
+    rows.append(MemoryRow("moments", phase, moments, how, moment))
     return rows
 
 
@@ -163,7 +165,7 @@ def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: Activ
     return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
 
 
-def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[Row]:
+def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[MemoryRow]:
     """Every row of training: rows that last for the whole phase, and the rows of each moment."""
     microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
     num_packed, b = microbatch.num_tokens, workload.parameter_dtype.itemsize
@@ -174,8 +176,8 @@ def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list
     back: Moment | None = "step" if workload.sharding.is_split else None
     return [
         *(optimizer_rows(shapes, workload, "train", back) if plan.offload_optimizer else []),
-        Row("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
-        Row("pack", "train", num_packed * per_token, how, is_transient=True),
+        MemoryRow("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
+        MemoryRow("pack", "train", num_packed * per_token, how, is_transient=True),
         *_head_rows(shapes, workload, plan, microbatch),
         *_layer_rows(shapes, workload, plan, microbatch),
         *_embedding_rows(shapes, workload, num_packed),
@@ -184,7 +186,7 @@ def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list
     ]
 
 
-def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[MemoryRow]:
     """Memory that ranks which split the optimizer or the weights hold for each other; nothing for one
     rank."""
     sharding, rows = workload.sharding, []
@@ -196,51 +198,57 @@ def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
         # One tensor after the other is reduced and let go of, so that the first share is beside all of them.
         share = max(optimizer_sizes(shapes, sharding))
         how = f"the largest tensor's share: {share:,} × 4 B"
-        rows.append(Row("reduced gradients", "train", 4 * share, how, "reduce"))
+        rows.append(MemoryRow("reduced gradients", "train", 4 * share, how, "reduce"))
     return [*rows, _gradients_row("reduce", shapes.part(sharding.num_weight_parts).num_trained)]
 
 
-def _gathered_rows(shapes: ModelShapes, b: int) -> list[Row]:
+def _gathered_rows(shapes: ModelShapes, b: int) -> list[MemoryRow]:
     """Whole weights in use, and gradients on their way to the ranks that hold the parts (`weight_store`)."""
     layer, head = sum(shapes.group_sizes), shapes.num_head_weights
     of_layer, of_head = f"{layer:,} weights × {b} B", f"{head:,} weights × {b} B"
     users: tuple[Moment, ...] = ("head", "layer", "embedding")
     rows = [
-        Row("gathered layers", "train", 2 * layer * b, f"one in use, one on its way: 2 × {of_layer}", moment)
+        MemoryRow(
+            "gathered layers", "train", 2 * layer * b, f"one in use, one on its way: 2 × {of_layer}", moment
+        )
         for moment in users
     ]
-    rows.append(Row("gathered head", "train", head * b, of_head, "head"))
+    rows.append(MemoryRow("gathered head", "train", head * b, of_head, "head"))
     if head_is_trained(shapes):
         # What is sent stays until it has left, beside what has come from the other ranks.
         sent = f"sent and received: 2 × {of_layer}"
         rows += [
-            Row("gradients on their way", "train", head * b, f"received: {of_head}", "head"),
-            Row("gradients on their way", "train", 2 * layer * b, sent, "layer"),
-            Row("gradients on their way", "train", head * b, f"received: {of_head}", "embedding"),
+            MemoryRow("gradients on their way", "train", head * b, f"received: {of_head}", "head"),
+            MemoryRow("gradients on their way", "train", 2 * layer * b, sent, "layer"),
+            MemoryRow("gradients on their way", "train", head * b, f"received: {of_head}", "embedding"),
         ]
     return rows
 
 
-def _gradients_row(moment: Moment, num_gradients: int) -> Row:
-    return Row("gradients", "train", num_gradients * 4, f"{num_gradients:,} trained × 4 B", moment)
+def _gradients_row(moment: Moment, num_gradients: int) -> MemoryRow:
+    return MemoryRow("gradients", "train", num_gradients * 4, f"{num_gradients:,} trained × 4 B", moment)
 
 
 def _kept_row(
     moment: Moment, shapes: ModelShapes, workload: Workload, plan: TrainPlan, tokens: int, num_layers: int
-) -> Row:
+) -> MemoryRow:
     policy, dtype = plan.activation_policy, workload.parameter_dtype
     per_layer = kept_bytes_per_token(shapes, dtype, policy)
     if policy == "offload":
         num_layers, per_layer = min(num_layers, _INPUTS_IN_FLIGHT), dtype.itemsize * shapes.hidden_size
     how = f"{policy!r}: {tokens:,} tokens × {num_layers} layers × {per_layer:,} B"
-    return Row("kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True)
+    return MemoryRow(
+        "kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True
+    )
 
 
 def head_is_trained(shapes: ModelShapes) -> bool:
     return not shapes.has_adapters
 
 
-def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch) -> list[Row]:
+def _head_rows(
+    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
+) -> list[MemoryRow]:
     b, predicted = workload.parameter_dtype.itemsize, microbatch.num_predicted
     is_only = microbatch.num_tokens >= workload.step_tokens
     held = shapes.part(workload.sharding.num_weight_parts)
@@ -256,23 +264,23 @@ def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microba
         _gradients_row("head", 0 if is_only else held.num_trained),
         _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
         # The last layer's output where something is predicted, its norm, and the norm's gradient.
-        Row(
+        MemoryRow(
             "hidden states", "train", 3 * predicted * shapes.hidden_size * b,
             f"3 × {predicted:,} tokens × {shapes.hidden_size * b:,} B", "head", is_transient=True,
         ),
-        Row("log-probs", "train", logprobs, how, "head"),
+        MemoryRow("log-probs", "train", logprobs, how, "head"),
         *([_head_gradient_row("head", shapes, b)] if head_is_trained(shapes) else []),
     ]  # fmt: skip
 
 
-def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
+def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> MemoryRow:
     count = shapes.num_head_weights
-    return Row("head's gradient", "train", count * b, f"{count:,} weights × {b} B", moment)
+    return MemoryRow("head's gradient", "train", count * b, f"{count:,} weights × {b} B", moment)
 
 
 def _layer_rows(
     shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
-) -> list[Row]:
+) -> list[MemoryRow]:
     """Rows of the moment "layer": one layer's backward pass, beside the gradients made so far and the
     activations that layers still keep.
 
@@ -298,7 +306,7 @@ def _layer_rows(
         rows.append(_head_gradient_row("layer", shapes, workload.parameter_dtype.itemsize))
     widest = _layer_backward_bytes(shapes, workload, plan.activation_policy, microbatch)
     how = f"{tokens:,} tokens, at the widest of MLP and attention"
-    return [*rows, Row("one layer's backward", "train", widest, how, "layer", is_transient=True)]
+    return [*rows, MemoryRow("one layer's backward", "train", widest, how, "layer", is_transient=True)]
 
 
 def _layer_backward_bytes(
@@ -368,7 +376,7 @@ def _attention_workspace_bytes(
     return num_queries * accumulator + num_keys * expanded
 
 
-def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> list[Row]:
+def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> list[MemoryRow]:
     held = shapes.part(workload.sharding.num_weight_parts)
     rows = [_gradients_row("embedding", held.num_trained)]
     if shapes.has_adapters:
@@ -379,4 +387,4 @@ def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> lis
     pieces = tokens // 10 + min(tokens, shapes.vocab_size)
     size_bytes = count * b + tokens * h * b + pieces * h * 4
     how = f"{count:,} weights × {b} B, {pieces:,} partial sums × {h * 4:,} B"
-    return [*rows, Row("embedding's gradient", "train", size_bytes, how, "embedding")]
+    return [*rows, MemoryRow("embedding's gradient", "train", size_bytes, how, "embedding")]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colocate.serving.calls import Call, ChatCall
-from colocate.serving.choice import Choice, Piece
+from colocate.serving.choice import Choice, TextPiece
 from colocate.serving.texts import Texts
 
 Json = dict[str, Any]
@@ -36,14 +36,14 @@ class Answer:
         head = {**self._head, "object": self._kind}
         return {**head, **prompt, "choices": answers, "usage": self._usage(choices)}
 
-    def told(self, choice: Choice, piece: Piece | None) -> list[Json]:
+    def told(self, choice: Choice, piece: TextPiece | None) -> list[Json]:
         """The chunks that tell what is new of a choice; None: that it has begun."""
         if piece is not None:
             return self._chunks(choice, piece)
         opening = self._opening(choice)
         return [] if opening is None else [opening]
 
-    def _chunks(self, choice: Choice, piece: Piece) -> list[Json]:
+    def _chunks(self, choice: Choice, piece: TextPiece) -> list[Json]:
         """The chunks for tokens that were drawn; the last one tells why the choice has ended."""
         extra: Json = {}
         if self._call.logprobs:
@@ -97,7 +97,7 @@ class Answer:
 
     def _prompt_ids(self, choice: Choice) -> Json:
         wanted = self._call.return_token_ids
-        return {"prompt_token_ids": list(choice.place.prompt.token_ids)} if wanted else {}
+        return {"prompt_token_ids": list(choice.request.prompt.token_ids)} if wanted else {}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None, offsets: Sequence[int]
@@ -120,14 +120,14 @@ class Answer:
 
     def _usage(self, choices: Sequence[Choice]) -> Json:
         # A prompt is read once for all its choices.
-        prompts = {id(choice.place): len(choice.place.prompt.token_ids) for choice in choices}
+        prompts = {id(choice.request): len(choice.request.prompt.token_ids) for choice in choices}
         num_prompt, num_drawn = sum(prompts.values()), sum(len(choice.turn.token_ids) for choice in choices)
         usage: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_drawn,
             "total_tokens": num_prompt + num_drawn,
         }
-        told = [(id(choice.place), choice.turn.num_cached_tokens) for choice in choices]
-        if cached := {place: number for place, number in told if number is not None}:
+        told = [(id(choice.request), choice.turn.num_cached_tokens) for choice in choices]
+        if cached := {request: number for request, number in told if number is not None}:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
         return usage

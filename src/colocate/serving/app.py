@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 from colocate.http.gate import Refused, read_body
 from colocate.serving.answers import Answer
 from colocate.serving.calls import Call, chat_call, completion_call, parsed
-from colocate.serving.choice import Choice, Piece
-from colocate.serving.desk import Desk, Place
+from colocate.serving.choice import Choice, TextPiece
 from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Drawn, Driver, Job, Update
 from colocate.serving.fields import Fields
-from colocate.serving.gate import Gate, KeyCheck
+from colocate.serving.gate import KeyCheck, KeyGate
+from colocate.serving.handlers import DrawRequest, RequestHandler
 from colocate.serving.limits import Limits
 from colocate.serving.readers import Readers
 from colocate.serving.refusal import Refusal, busy
@@ -33,7 +33,7 @@ from colocate.serving.texts import Texts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[Choice, Piece | None], None]
+Pieces = AsyncGenerator[tuple[Choice, TextPiece | None], None]
 """A choice, and what is new of it; None: the engine has begun it."""
 
 RETRY_AFTER_S = 5
@@ -47,7 +47,7 @@ class Service:
     Args:
         driver: what has the engine; some thread calls its `advance`.
         model: the name that requests must give.
-        check_key: tells by a request's key at which desk it is served.
+        check_key: tells by a request's key which handler serves it.
         check_engine: raises Refusal if the engine is of no use.
     """
 
@@ -83,7 +83,7 @@ class Service:
         routed.router.redirect_slashes = (
             False  # a redirect is no answer of OpenAI's, and names the Host given
         )
-        self.app = Gate(routed, check_key)
+        self.app = KeyGate(routed, check_key)
 
     def close(self) -> None:
         """Let go of the threads that read prompts."""
@@ -152,24 +152,24 @@ class Service:
         self._num_requests -= 1
 
     async def _turns(self, request: Request, read: Callable[[Fields, int], Call]) -> _Turns:
-        """The turns that a request asks for, its prompts read and placed."""
+        """The turns that a request asks for, its prompts read."""
         body = await self._body(request)
-        desk: Desk = request.scope["colocate.desk"]
+        handler: RequestHandler = request.scope["colocate.handler"]
 
-        def place() -> tuple[Call, list[Place]]:
-            call = read(parsed(body), desk.max_len)
+        def read_call() -> tuple[Call, list[DrawRequest]]:
+            call = read(parsed(body), handler.max_len)
             self._check_model(call.model)
-            return call, [desk.place(call, number) for number in range(call.num_prompts)]
+            return call, [handler.draw_request(call, number) for number in range(call.num_prompts)]
 
         try:
             # Long prompts of others may be read before it.
-            async with asyncio.timeout(self.limits.max_wait_s), desk.reading:
-                call, places = await self._readers.read(place)
+            async with asyncio.timeout(self.limits.max_wait_s), handler.reading:
+                call, requests = await self._readers.read(read_call)
         except TimeoutError:
             why = f"The request's prompt was not read within {self.limits.max_wait_s:g} s."
             raise busy(why, RETRY_AFTER_S) from None
         answer = Answer(call, self.model, self._texts)
-        return _Turns(self._driver, self._texts, desk, call, places, answer, self.limits.max_wait_s)
+        return _Turns(self._driver, self._texts, handler, call, requests, answer, self.limits.max_wait_s)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -192,7 +192,7 @@ class Service:
         return turns.answer.whole(turns.choices)
 
     async def _streamed(
-        self, turns: _Turns, first: tuple[Choice, Piece | None], pieces: Pieces
+        self, turns: _Turns, first: tuple[Choice, TextPiece | None], pieces: Pieces
     ) -> AsyncIterator[bytes]:
         """Server-sent events: a chunk of the answer each, then "[DONE]"; an error ends them."""
         answer = turns.answer
@@ -220,25 +220,27 @@ class _Turns:
         self,
         driver: Driver,
         texts: Texts,
-        desk: Desk,
+        handler: RequestHandler,
         call: Call,
-        places: Sequence[Place],
+        requests: Sequence[DrawRequest],
         answer: Answer,
         max_wait_s: float,
     ) -> None:
         self.call, self.answer = call, answer
-        self._driver, self._desk, self._max_wait_s = driver, desk, max_wait_s
-        indices = iter(range(len(places) * call.n))
-        self.choices = [Choice(next(indices), call, place, texts) for place in places for _ in range(call.n)]
+        self._driver, self._handler, self._max_wait_s = driver, handler, max_wait_s
+        indices = iter(range(len(requests) * call.n))
+        self.choices = [
+            Choice(next(indices), call, request, texts) for request in requests for _ in range(call.n)
+        ]
         self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         is_followed = call.stream or bool(call.stop)
         self._jobs = [
             Job(
-                place.prompt, place.sampling, self._put_for(number), place.keep, place.extends,
-                place.given_ids, is_followed,
+                request.prompt, request.sampling, self._put_for(number), request.keep, request.extends,
+                request.given_ids, is_followed,
             )
-            for number, place in enumerate(places)
+            for number, request in enumerate(requests)
         ]  # fmt: skip
 
     def _put_for(self, number: int) -> Callable[[Update], None]:
@@ -293,12 +295,12 @@ class _Turns:
     def _of_job(self, number: int) -> list[Choice]:
         return self.choices[number * self.call.n :][: self.call.n]
 
-    def _take(self, number: int, choice: Choice, drawn: Drawn) -> Piece:
+    def _take(self, number: int, choice: Choice, drawn: Drawn) -> TextPiece:
         piece = choice.take(drawn)
         if choice.is_over:
             if choice.is_cut:
                 self._driver.cancel(self._jobs[number], drawn.choice)
-            self._desk.note(self.call, choice.place, choice.turn)
+            self._handler.note(self.call, choice.request, choice.turn)
         return piece
 
 
@@ -319,7 +321,7 @@ class _EventStream(StreamingResponse):
             await self._events.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
-async def _next(pieces: Pieces) -> tuple[Choice, Piece | None]:
+async def _next(pieces: Pieces) -> tuple[Choice, TextPiece | None]:
     """The first piece; where there is none, the source is at its end and has let go of the engine."""
     return await anext(pieces)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from colocate.serving.calls import Call, ChatCall
-from colocate.serving.desk import Place, Turn
 from colocate.serving.driver import Drawn
+from colocate.serving.handlers import DrawnTurn, DrawRequest
 from colocate.serving.message_stream import Delta
 from colocate.serving.text_stream import TextStream
 from colocate.serving.texts import Texts
 
 
 @dataclass
-class Piece:
+class TextPiece:
     """The part of a choice that is new."""
 
     text: str = ""
@@ -32,10 +32,10 @@ class Choice:
         index: its number among the choices of the request.
     """
 
-    def __init__(self, index: int, call: Call, place: Place, texts: Texts) -> None:
+    def __init__(self, index: int, call: Call, request: DrawRequest, texts: Texts) -> None:
         self.index = index
-        self.place = place
-        self.turn = Turn()
+        self.request = request
+        self.turn = DrawnTurn()
         self.text = ""
         self.offsets: list[int] = []
         self._call = call
@@ -43,7 +43,7 @@ class Choice:
         is_chat = isinstance(call, ChatCall)
         # What a message consists of may be marked by special tokens.
         self._stream = TextStream(texts.tokenizer, call.stop, skip_special_tokens=not is_chat)
-        context = place.prompt.token_ids
+        context = request.prompt.token_ids
         self._message = texts.message_stream(context, call) if isinstance(call, ChatCall) else None
 
     @property
@@ -61,14 +61,14 @@ class Choice:
         calls = self.turn.shown is not None and "tool_calls" in self.turn.shown
         return "tool_calls" if calls and self.turn.finish_reason == "stop" else self.turn.finish_reason
 
-    def take(self, drawn: Drawn) -> Piece:
+    def take(self, drawn: Drawn) -> TextPiece:
         """Add what the engine has drawn; returns what is new for the caller."""
         text, used, offsets = "", 0, []
         for token_id in drawn.token_ids:
             used += 1
             offsets.append(self._stream.num_chars)
             is_last = drawn.finish_reason == "stop" and used == len(drawn.token_ids)
-            if not (is_last and token_id in self.place.sampling.stop_token_ids):
+            if not (is_last and token_id in self.request.sampling.stop_token_ids):
                 text += self._stream.feed(token_id)
             if self._stream.is_stopped:
                 break
@@ -87,7 +87,7 @@ class Choice:
                 turn.sequence = drawn.sequence
         self.text += text
         self.offsets += offsets
-        return Piece(text, self._divided(text), token_ids, logprobs, offsets)
+        return TextPiece(text, self._divided(text), token_ids, logprobs, offsets)
 
     def _divided(self, text: str) -> list[Delta]:
         if self._message is None:
@@ -95,7 +95,7 @@ class Choice:
         deltas = self._message.feed(text)
         if self.is_over:
             assert isinstance(self._call, ChatCall)
-            context, told = self.place.prompt.token_ids, self.turn.token_ids
+            context, told = self.request.prompt.token_ids, self.turn.token_ids
             self.turn.parsed = self._texts.parse(told, context, self._call)
             # A stop text, and what its last token has behind it, are in the turn and not in the answer.
             if self.is_cut:

@@ -1,4 +1,4 @@
-"""The gate in front of the service: who may come in, and at which desk each is served."""
+"""The gate in front of the service: who may come in, and the handler that serves each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from colocate.http.gate import KNOWN, Refused, check_it_is_no_browser, headers_of
 from colocate.http.key import ServerKey
-from colocate.serving.desk import Desk
+from colocate.serving.handlers import RequestHandler
 from colocate.serving.refusal import Refusal
 
-KeyCheck = Callable[[str | None], Desk | None]
-"""The key that a request carries -> the desk that serves it; None: the key is missing or wrong."""
+KeyCheck = Callable[[str | None], RequestHandler | None]
+"""The key that a request carries -> the handler that serves it; None: the key is missing or wrong."""
 
 _OPEN = ("GET", "/health")
 
 
-class Gate:
+class KeyGate:
     """ASGI middleware that lets requests with the right key in."""
 
     def __init__(self, app: ASGIApp, check_key: KeyCheck) -> None:
@@ -32,7 +32,7 @@ class Gate:
             headers = headers_of(scope)
             check_it_is_no_browser(dict(scope), headers)
             if (scope["method"], scope["path"]) != _OPEN:
-                scope["colocate.desk"] = self._desk(headers)
+                scope["colocate.handler"] = self._handler(headers)
                 scope[KNOWN] = "authorization" in headers  # else anybody is served
         except Refused as refused:
             return await _refuse(Refusal(refused.status, str(refused)), scope, receive, send)
@@ -40,19 +40,19 @@ class Gate:
             return await _refuse(refusal, scope, receive, send)
         await self._app(scope, receive, send)
 
-    def _desk(self, headers: dict[str, str]) -> Desk:
+    def _handler(self, headers: dict[str, str]) -> RequestHandler:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        desk = self._check_key(key.strip() if scheme.lower() == "bearer" else None)
-        if desk is None:
+        handler = self._check_key(key.strip() if scheme.lower() == "bearer" else None)
+        if handler is None:
             raise Refusal(401, "The API key is missing or wrong.", code="invalid_api_key")
-        return desk
+        return handler
 
 
-def with_key(key: ServerKey | None, desk: Desk) -> KeyCheck:
-    """The check of a service with one desk, and with one key or without any."""
+def with_key(key: ServerKey | None, handler: RequestHandler) -> KeyCheck:
+    """The check of a service with one handler, and with one key or without any."""
 
-    def check(given: str | None) -> Desk | None:
-        return desk if key is None or (given is not None and key.is_text(given)) else None
+    def check(given: str | None) -> RequestHandler | None:
+        return handler if key is None or (given is not None and key.is_text(given)) else None
 
     return check
 

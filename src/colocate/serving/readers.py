@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Task:
+class _ReadTask:
     """The work for one body, and who waits for it."""
 
     work: Callable[[], Any]
@@ -45,7 +45,7 @@ class Readers:
 
     def __init__(self, num: int, late_s: float) -> None:
         self._num, self._late_s = num, late_s
-        self._waiting: deque[_Task] = deque()
+        self._waiting: deque[_ReadTask] = deque()
         self._began_s: dict[int, float] = {}
         """When the readers began that are at work now."""
         self._num_threads = 0
@@ -56,7 +56,7 @@ class Readers:
         """Call `work` in a reader, and return or raise what it does; if it is not awaited any more before one
         has time for it, it is not called."""
         loop = asyncio.get_running_loop()
-        task = _Task(work, loop, loop.create_future(), time.monotonic())
+        task = _ReadTask(work, loop, loop.create_future(), time.monotonic())
         with self._change:
             if self._is_closed:
                 raise RuntimeError("the readers are closed")

@@ -103,7 +103,7 @@ class TimeLimit:
         """
         if self.timeout_s is None or threading.current_thread() is not threading.main_thread():
             return function()
-        watch = _Watch(f"{self.kind} {name!r}", self.timeout_s, self.option)
+        watch = _Deadline(f"{self.kind} {name!r}", self.timeout_s, self.option)
         try:
             watch.start()
             result = function()
@@ -116,7 +116,7 @@ class TimeLimit:
         return result
 
 
-class _Watch:
+class _Deadline:
     """Watches one call of a function, and interrupts it when its time is over."""
 
     def __init__(self, called: str, timeout_s: float, option: str) -> None:

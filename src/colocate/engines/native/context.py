@@ -16,7 +16,7 @@ from colocate.engines.native.scheduler import Prefill
 
 
 @dataclass(frozen=True)
-class Piece:
+class ContextPiece:
     """Consecutive tokens of a `Prefill` that go through the model in one forward pass."""
 
     item: Prefill
@@ -39,7 +39,7 @@ class PrefillContext:
     The queries of a piece see its item's tokens from the first one on, also those of earlier passes.
     """
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[ContextPiece]
     page_size: int
     device: torch.device
 
@@ -88,7 +88,7 @@ class PrefillContext:
         columns = to_device(np.array(bounds, dtype=np.int32), self.device)
         return columns[0], columns[1]
 
-    def _slots(self, piece: Piece, start: int) -> np.ndarray:
+    def _slots(self, piece: ContextPiece, start: int) -> np.ndarray:
         positions = np.arange(start, piece.stop)
         pages = np.asarray(piece.item.pages)
         return pages[positions // self.page_size] * self.page_size + positions % self.page_size

@@ -8,14 +8,14 @@ from __future__ import annotations
 from colocate.engines.native.capacity import COPY_BREAK_EVEN, FREE_MEMORY_FRACTION
 from colocate.kernels.decode.prefixes import decode_scratch_bytes
 from colocate.memory.arena import HANDLE_BYTES
-from colocate.memory.rows import Row, total_bytes
+from colocate.memory.rows import MemoryRow, total_bytes
 from colocate.memory.workload import Workload
 from colocate.weights.shapes import ModelShapes
 
 _IN_HANDLES = f"in whole handles of {HANDLE_BYTES // 2**20} MiB"
 
 
-def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+def engine_rows(shapes: ModelShapes, workload: Workload) -> list[MemoryRow]:
     """The rows of the memory that the engine holds on a GPU all the time, during training as well.
 
     It holds a second copy of the adapters' A below weights that are not split; the rotary table and the block
@@ -25,13 +25,13 @@ def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     b, rows = workload.parameter_dtype.itemsize, []
     if shapes.has_adapters and shapes.four_bit is None and workload.sharding.num_weight_parts == 1:
         how = f"A once more, for rollouts: {shapes.num_stacked:,} × {b} B"
-        rows.append(Row("adapters below weights", "resident", shapes.num_stacked * b, how))
+        rows.append(MemoryRow("adapters below weights", "resident", shapes.num_stacked * b, how))
     longest = 1 << (workload.max_sequence_length - 1).bit_length()
     rotary = 2 * longest * shapes.head_size * b
     tables = 4 * workload.decode_rows * -(-longest // workload.page_size)
     graphs = workload.decode_rows * prefill_bytes_per_token(shapes, b)
     how = f"tables for {longest:,} positions, graphs of {workload.decode_rows} rows"
-    return [*rows, Row("engine", "resident", rotary + tables + graphs, how)]
+    return [*rows, MemoryRow("engine", "resident", rotary + tables + graphs, how)]
 
 
 def decode_bytes(shapes: ModelShapes, num_rows: int) -> int:
@@ -57,7 +57,7 @@ def least_kv_tokens(workload: Workload) -> int:
 
 def rollout_rows(
     shapes: ModelShapes, workload: Workload, room_bytes: int | None = None
-) -> tuple[list[Row], int]:
+) -> tuple[list[MemoryRow], int]:
     """The rows of a rollout, and the tokens of its KV cache.
 
     The cache is as large as the rollout can use, or as the room allows if that is less.
@@ -85,7 +85,7 @@ def rollout_rows(
     how = f"{tokens:,} tokens × {per_token:,} B"
     if workload.is_gpu:
         kv_bytes, how = _in_handles(kv_bytes + scratch) - scratch, f"{how}, {_IN_HANDLES}"
-    kv_cache = Row("KV cache", "rollout", kv_bytes, how)
+    kv_cache = MemoryRow("KV cache", "rollout", kv_bytes, how)
     return [kv_cache, _decode_row(shapes, workload), *others], tokens
 
 
@@ -99,7 +99,7 @@ def _kv_tokens(workload: Workload, per_token: int, usable_bytes: int | None) -> 
     return max(least_kv_tokens(workload), min(wanted, usable_bytes // (per_token * page) * page))
 
 
-def _decode_row(shapes: ModelShapes, workload: Workload) -> Row:
+def _decode_row(shapes: ModelShapes, workload: Workload) -> MemoryRow:
     if workload.is_gpu:
         # The sampler reads the logits where they are: it reduces them and keeps no distribution.
         size_bytes, rows, more = workload.decode_scratch_bytes, workload.decode_rows, "attention's results"
@@ -107,7 +107,7 @@ def _decode_row(shapes: ModelShapes, workload: Workload) -> Row:
         rows, more = workload.max_num_seqs, "as much to sample from"
         size_bytes = 2 * 4 * rows * shapes.vocab_size
     how = f"{rows} rows × {shapes.vocab_size:,} logits × 4 B, and {more}"
-    return Row("decode buffers", "rollout", size_bytes, how)
+    return MemoryRow("decode buffers", "rollout", size_bytes, how)
 
 
 def prefill_bytes_per_token(shapes: ModelShapes, b: int) -> int:
@@ -118,7 +118,7 @@ def prefill_bytes_per_token(shapes: ModelShapes, b: int) -> int:
     return b * (2 * shapes.hidden_size + max(shapes.qkv_size + shapes.q_size, 3 * shapes.mlp_size))
 
 
-def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[MemoryRow]:
     b = workload.parameter_dtype.itemsize
     num_prompts = -(-workload.num_running // workload.num_generations)
     tokens = min(workload.max_prefill_tokens, num_prompts * workload.prompt_tokens)
@@ -133,12 +133,14 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     # the logits of several prefills needs their memory a second time.
     logits = 2 * 4 * num_prompts * shapes.vocab_size
     return [
-        Row("prefill", "rollout", size_bytes, how),
-        Row("first logits", "rollout", logits, f"{num_prompts} prompts × {shapes.vocab_size:,} × 4 B, twice"),
+        MemoryRow("prefill", "rollout", size_bytes, how),
+        MemoryRow(
+            "first logits", "rollout", logits, f"{num_prompts} prompts × {shapes.vocab_size:,} × 4 B, twice"
+        ),
     ]
 
 
-def _8bit_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+def _8bit_rows(shapes: ModelShapes, workload: Workload) -> list[MemoryRow]:
     """The row of the weights in 8 bits (`EightBitWeights`), if the rollout has any."""
     if workload.rollout_precision != "fp8":
         return []
@@ -146,25 +148,27 @@ def _8bit_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     size_bytes, how = count, f"{count:,} × 1 B, all projections but o"
     if workload.is_gpu:
         size_bytes, how = _in_handles(count), f"{how}, {_IN_HANDLES}"
-    return [Row("weights in 8 bits", "rollout", size_bytes, how)]
+    return [MemoryRow("weights in 8 bits", "rollout", size_bytes, how)]
 
 
 def _in_handles(num_bytes: int) -> int:
     return -(-num_bytes // HANDLE_BYTES) * HANDLE_BYTES
 
 
-def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
+def _rollout_weights_row(
+    shapes: ModelShapes, workload: Workload, usable_bytes: int | None
+) -> MemoryRow | None:
     """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
     the adapters' A beside split weights; or of the weights that are gathered."""
     b = workload.parameter_dtype.itemsize
     if workload.sharding.gathers:
         how = f"{shapes.num_parameters:,} parameters × {b} B"
-        return Row("gathered weights", "rollout", shapes.weight_bytes(workload.parameter_dtype), how)
+        return MemoryRow("gathered weights", "rollout", shapes.weight_bytes(workload.parameter_dtype), how)
     if shapes.four_bit is None:
         if not (workload.is_gpu and shapes.has_adapters and workload.sharding.num_weight_parts > 1):
             return None
         how = f"A once more, this rank's part: {shapes.num_stacked:,} × {b} B"
-        return Row("adapters beside weights", "rollout", shapes.num_stacked * b, how)
+        return MemoryRow("adapters beside weights", "rollout", shapes.num_stacked * b, how)
     count = shapes.num_projection_weights + shapes.num_stacked
     how = f"a copy: {count:,} × {b} B"
     if usable_bytes is not None:
@@ -176,4 +180,4 @@ def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: 
         if left < wanted * per_token and not (is_copy_faster and fits_one):
             count = max(shapes.group_sizes)
             how = f"one at a time: {count:,} × {b} B"
-    return Row("dequantised weights", "rollout", count * b, how)
+    return MemoryRow("dequantised weights", "rollout", count * b, how)

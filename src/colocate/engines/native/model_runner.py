@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
+from colocate.engines.native.context import ContextPiece, DecodeContext, PrefillContext
 from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.projections import PartialProjection, Projection
@@ -140,7 +140,7 @@ class ModelRunner:
 
         return self._normed(*self._forward(batch.last_tokens[rows], attend, in_parts=True))
 
-    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
+    def _prefill(self, pieces: Sequence[ContextPiece]) -> Tensor:
         context = PrefillContext(pieces, self.cache.page_size, self.layout.device)
 
         def attend(
@@ -224,13 +224,13 @@ class ModelRunner:
         return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
 
 
-def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
+def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[ContextPiece]]:
     """The uncached tokens of the items, in order, in packs of up to `max_tokens`.
 
     The tokens that a pack's queries see are bounded, too, where it has several pieces, because a GPU gathers
     their keys and values. Turns of long episodes add few tokens each and see many.
     """
-    pack: list[Piece] = []
+    pack: list[ContextPiece] = []
     room, sight = max_tokens, CONTEXT_PER_QUERY * max_tokens
     for item in items:
         start = item.num_cached
@@ -240,7 +240,7 @@ def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
                 yield pack
                 pack, room, sight = [], max_tokens, CONTEXT_PER_QUERY * max_tokens
                 stop = min(len(item.token_ids), start + room)
-            pack.append(Piece(item, start, stop))
+            pack.append(ContextPiece(item, start, stop))
             room, sight = room - (stop - start), sight - stop
             start = stop
     yield pack

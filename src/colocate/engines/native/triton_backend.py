@@ -81,7 +81,7 @@ class TritonBackend(TorchBackend):
             tried = self._try_kernels(layout)
         fallbacks.tell(fallbacks.of_versions(torch.__version__, triton.__version__, tried))
 
-    def _try_kernels(self, layout: Layout) -> kernel_check.Outcome | None:
+    def _try_kernels(self, layout: Layout) -> kernel_check.CheckOutcome | None:
         """Do without the kernels that a Triton which they were never tested with has broken."""
         if is_tested("Triton", triton.__version__):
             return None

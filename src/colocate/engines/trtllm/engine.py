@@ -23,7 +23,7 @@ from colocate.engines.base import EngineLost
 from colocate.engines.requests import derived_seed
 from colocate.engines.trtllm.chunks import Chunk, SharedMemory, chunks
 from colocate.engines.trtllm.ray_server import Server
-from colocate.engines.trtllm.sampling import PROCESSED, RAW, Drawn, Request, sampling_arguments
+from colocate.engines.trtllm.sampling import PROCESSED, RAW, DrawnTokens, SamplingRequest, sampling_arguments
 from colocate.engines.trtllm.server import Failed, Started
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm import logprobs_mode
@@ -300,7 +300,7 @@ class TRTLLMEngine(TurnEngine):
         is_raw = logprobs_mode.tells_policys(logprobs_mode.RAW, sampling)
         return RAW if is_raw or not self._started.names_logprobs_modes else PROCESSED
 
-    def _requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[Request]:
+    def _requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[SamplingRequest]:
         mode = self._mode(sampling) if self._started.names_logprobs_modes else None
         for prompt in prompts:
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
@@ -310,9 +310,9 @@ class TRTLLMEngine(TurnEngine):
                     seed=derived_seed(sampling.seed, prompt.key, sample, num_bits=63),
                     logprobs_mode=mode,
                 )
-                yield Request(next(self._next_ticket), prompt.token_ids, arguments)
+                yield SamplingRequest(next(self._next_ticket), prompt.token_ids, arguments)
 
-    def _completion(self, result: Drawn | Failed, sampling: SamplingParams) -> Completion:
+    def _completion(self, result: DrawnTokens | Failed, sampling: SamplingParams) -> Completion:
         """The completion that a request has come to."""
         if isinstance(result, Failed):
             raise RuntimeError(f"TensorRT-LLM could not draw a completion: {result.reason}")

@@ -16,7 +16,7 @@ RAW, PROCESSED = "RAW", "PROCESSED"
 Finish = Literal["stop", "length", "cancelled"]
 
 
-class Request(NamedTuple):
+class SamplingRequest(NamedTuple):
     """A request for one completion."""
 
     ticket: int
@@ -26,7 +26,7 @@ class Request(NamedTuple):
     """The arguments of TensorRT-LLM's `SamplingParams`."""
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """The tokens drawn for a request, all or those that there were when it was cancelled."""
 
     ticket: int
@@ -71,7 +71,7 @@ def sampling_arguments(
     }
 
 
-def drawn(ticket: int, output: Any, version: int) -> Drawn:
+def drawn(ticket: int, output: Any, version: int) -> DrawnTokens:
     """A `CompletionOutput` as it is told to the trainer.
 
     Raises:
@@ -88,7 +88,7 @@ def drawn(ticket: int, output: Any, version: int) -> Drawn:
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} log-probs came for {len(token_ids)} tokens")
     told = tuple(_logprob_of(token, entry) for token, entry in zip(token_ids, logprobs, strict=True))
-    return Drawn(ticket, tuple(token_ids), told, finish, version)
+    return DrawnTokens(ticket, tuple(token_ids), told, finish, version)
 
 
 def _logprob_of(token: int, entry: Any) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from colocate.engines.trtllm import memory_tags
-from colocate.engines.trtllm.sampling import Drawn, Request, drawn
+from colocate.engines.trtllm.sampling import DrawnTokens, SamplingRequest, drawn
 from colocate.parallel.launching import without_launchers
 
 WORKER = "colocate.engines.trtllm.weight_worker.WeightWorker"
@@ -55,8 +55,8 @@ class Status(NamedTuple):
 class _Box:
     """The requests of one asker that are under way, and what has ended since it last looked."""
 
-    running: dict[int, tuple[Any, asyncio.Task[Drawn | Failed]]] = field(default_factory=dict)
-    ended: list[Drawn | Failed] = field(default_factory=list)
+    running: dict[int, tuple[Any, asyncio.Task[DrawnTokens | Failed]]] = field(default_factory=dict)
+    ended: list[DrawnTokens | Failed] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -252,7 +252,7 @@ class TRTLLMServer:
 
     # ── Requests ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def submit(self, box: str, version: int, requests: Iterable[Request]) -> None:
+    async def submit(self, box: str, version: int, requests: Iterable[SamplingRequest]) -> None:
         """Begin to draw completions with the weights of `version`.
 
         Args:
@@ -275,7 +275,7 @@ class TRTLLMServer:
             task = asyncio.ensure_future(self._follow(own, request.ticket, output, version))
             own.running[request.ticket] = output, task
 
-    async def collect(self, box: str, wait_s: float) -> list[Drawn | Failed]:
+    async def collect(self, box: str, wait_s: float) -> list[DrawnTokens | Failed]:
         """Results that have ended since the last call; waits up to `wait_s` for one to end."""
         own = self._boxes.setdefault(box, _Box())
         if not own.ended and own.running:
@@ -285,7 +285,7 @@ class TRTLLMServer:
         ended, own.ended = own.ended, []
         return ended
 
-    async def cancel(self, box: str, tickets: Sequence[int] | None = None) -> list[Drawn]:
+    async def cancel(self, box: str, tickets: Sequence[int] | None = None) -> list[DrawnTokens]:
         """Give requests up; None: all of the box. Unknown ones are harmless.
 
         Returns:
@@ -311,15 +311,15 @@ class TRTLLMServer:
                     f"{len(pending)} of {len(gone)} requests were not given up within {ABORT_S:g} s."
                 )
             results += [task.result() for _, task in gone]
-        return [result for result in results if isinstance(result, Drawn)]
+        return [result for result in results if isinstance(result, DrawnTokens)]
 
     async def _cancel_all(self) -> None:
         for name in self._boxes:
             await self.cancel(name)
         self._boxes.clear()
 
-    async def _follow(self, box: _Box, ticket: int, output: Any, version: int) -> Drawn | Failed:
-        result: Drawn | Failed
+    async def _follow(self, box: _Box, ticket: int, output: Any, version: int) -> DrawnTokens | Failed:
+        result: DrawnTokens | Failed
         try:
             done = await output
             result = drawn(ticket, done.outputs[0], version)
@@ -330,7 +330,7 @@ class TRTLLMServer:
             box.news.set()
         return result
 
-    def _params(self, request: Request) -> Any:
+    def _params(self, request: SamplingRequest) -> Any:
         arguments = dict(request.arguments)
         if (mode := arguments.get("logprobs_mode")) is not None:
             from tensorrt_llm.sampling_params import LogprobMode

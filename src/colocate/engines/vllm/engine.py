@@ -399,7 +399,7 @@ class VLLMEngine(TurnEngine):
     def _generate(self, requests: list[LLMRequest]) -> list[Completion]:
         self.counts.begin("tokens", sum(request.max_tokens for request in requests), is_limit=True)
         self.counts.begin("completions", len(requests))
-        self.counts.measure(_Drawn(self._llm))
+        self.counts.measure(_DrawnSoFar(self._llm))
         with internals.random_states_kept(self._device):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
@@ -440,7 +440,7 @@ class VLLMEngine(TurnEngine):
             yield name, tensor
 
 
-class _Drawn:
+class _DrawnSoFar:
     """The tokens that vLLM has drawn; those of a finished request as they were seen last."""
 
     def __init__(self, llm: Any) -> None:

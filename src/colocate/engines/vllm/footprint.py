@@ -9,14 +9,14 @@ from colocate.engines.vllm.arguments import (
     WAKE_UP_BYTES,
     whole_kv_cache_bytes,
 )
-from colocate.memory.rows import Phase, Row, total_bytes
+from colocate.memory.rows import MemoryRow, Phase, total_bytes
 from colocate.memory.workload import Workload
 from colocate.weights.shapes import ModelShapes
 
 
-def asleep_row(name: str) -> Row:
+def asleep_row(name: str) -> MemoryRow:
     """The row of what vLLM or TensorRT-LLM keeps while it sleeps: CUDA graphs, workspaces of libraries."""
-    return Row(f"{name} asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
+    return MemoryRow(f"{name} asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
 
 
 def vllm_rows(
@@ -25,7 +25,7 @@ def vllm_rows(
     *,
     room_bytes: int | None = None,
     device_memory_bytes: int | None = None,
-) -> tuple[list[Row], int]:
+) -> tuple[list[MemoryRow], int]:
     """The rows of a vLLM that is awake, and the tokens of its KV cache.
 
     The rows belong to the rollout, or are resident if vLLM never sleeps. vLLM fills the share of the device
@@ -43,11 +43,11 @@ def vllm_rows(
     if not demand.shares_weights:
         copy, how = shapes.num_parameters * b // demand.num_devices, f"{shapes.num_parameters:,} × {b} B"
         of_devices = f", over {demand.num_devices} devices" if demand.num_devices > 1 else ""
-        rows.append(Row(f"{demand.name}'s weights", phase, copy, f"a copy: {how}{of_devices}"))
+        rows.append(MemoryRow(f"{demand.name}'s weights", phase, copy, f"a copy: {how}{of_devices}"))
     tokens, logits = workload.max_prefill_tokens, workload.max_num_seqs * shapes.vocab_size * 4
     activations = tokens * prefill_bytes_per_token(shapes, b) + logits
     how = f"{tokens:,} tokens of a prefill, {workload.max_num_seqs} rows of logits"
-    rows.append(Row(f"{demand.name}'s activations", phase, activations, how))
+    rows.append(MemoryRow(f"{demand.name}'s activations", phase, activations, how))
     per_token = shapes.kv_bytes_per_token(workload.parameter_dtype) // min(
         demand.num_devices, shapes.num_kv_heads
     )
@@ -64,4 +64,4 @@ def vllm_rows(
             kv_bytes, how = left, f"the rest of {share} × {whole / 2**30:.2f} GiB, {of}"
     kv_tokens = max(kv_bytes // per_token, least_kv_tokens(workload))
     how = f"{kv_tokens:,} tokens × {per_token:,} B: {how}"
-    return [Row("KV cache", phase, kv_tokens * per_token, how), *rows], kv_tokens
+    return [MemoryRow("KV cache", phase, kv_tokens * per_token, how), *rows], kv_tokens

@@ -1,6 +1,6 @@
 """Episodes that an agent of the user's plays by itself, with an OpenAI client.
 
-    agent(row, endpoint) ──HTTP──▶ Service ──Session.place──▶ Driver ──▶ engine
+    agent(row, endpoint) ──HTTP──▶ Service ──Session.draw_request──▶ Driver ──▶ engine
                                       └──────Session.note──▶ Episode
 
 The agent owns its loop: what it asks, how often and with which tools. The service listens on this machine's
@@ -24,13 +24,13 @@ from typing import Any
 
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.episode import Episode
-from colocate.experience.players.agent_session import Drawing, Session
+from colocate.experience.players.agent_session import DrawOptions, Session
 from colocate.experience.players.play import Player
 from colocate.experience.requests import RolloutRequest
 from colocate.http.key import ServerKey
 from colocate.serving.app import RETRY_AFTER_S, Service
-from colocate.serving.desk import Desk, Visitors
 from colocate.serving.driver import Driver
+from colocate.serving.handlers import RequestHandler, StatelessHandler
 from colocate.serving.limits import Limits
 from colocate.serving.refusal import busy
 from colocate.serving.server import HttpServer, bound_socket
@@ -90,7 +90,7 @@ class AgentPlayer(Player):
         context_length: tokens that prompt and what follows may have together.
         timeout_s: seconds for an episode; None: no limit.
         port: where the endpoint listens; 0: at any port that is free.
-        key: the key of visitors, who ask the policy something that is not recorded; None: there are none.
+        key: the key of other clients, whose calls are not recorded; None: there are none.
     """
 
     words = "an agent of yours plays the episodes"
@@ -109,7 +109,7 @@ class AgentPlayer(Player):
     ) -> None:
         self.sampling = sampling
         self._engine, self._agent, self._texts = engine, agent, texts
-        self._drawing = Drawing(
+        self._options = DrawOptions(
             sampling, min(context_length, engine.max_len), engine.vocab_size, lambda: engine.policy_version
         )
         self._timeout_s = timeout_s
@@ -117,7 +117,9 @@ class AgentPlayer(Player):
         self._sessions: dict[bytes, Session] = {}
         """Sessions that are open, by digests of their keys."""
         self._port, self._key = port, key
-        self._visitors = Visitors(texts, max_len=self._drawing.context_length, vocab_size=engine.vocab_size)
+        self._stateless = StatelessHandler(
+            texts, max_len=self._options.context_length, vocab_size=engine.vocab_size
+        )
         self._listening: tuple[Service, HttpServer] | None = None
         self._loop = BackgroundLoop(name="agents")
         self._threads = asyncio.Semaphore()
@@ -168,7 +170,7 @@ class AgentPlayer(Player):
 
     def _play(self, pairs: list[tuple[dict[str, Any], Prompt]]) -> list[Episode]:
         """The episodes of some members, whether or not their agents have asked for anything."""
-        sessions = [Session(prompt, self._texts, self._drawing) for _, prompt in pairs]
+        sessions = [Session(prompt, self._texts, self._options) for _, prompt in pairs]
         self._sessions.update((_digest(session.key), session) for session in sessions)
         self._threads = asyncio.Semaphore(MAX_THREADS)  # a loop that was blocked is replaced by another one
         base_url = f"http://127.0.0.1:{self._listen().port}/v1"
@@ -240,11 +242,11 @@ class AgentPlayer(Player):
 
     # ── The endpoint ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _desk_of(self, key: str | None) -> Desk | None:
+    def _handler_of(self, key: str | None) -> RequestHandler | None:
         if key is None:
             return None
         if self._key is not None and self._key.is_text(key):
-            return self._visitors
+            return self._stateless
         # By a digest: how long the search takes says nothing about the keys.
         return self._sessions.get(_digest(key))
 
@@ -254,7 +256,7 @@ class AgentPlayer(Player):
             limits = Limits(
                 max_requests=MAX_REQUESTS, max_connections=2 * MAX_REQUESTS, max_wait_s=MAX_WAIT_S
             )
-            check = self._desk_of
+            check = self._handler_of
             service = Service(self._driver, self._texts, model=MODEL, check_key=check, limits=limits)
             server = HttpServer(service.app, bound_socket("127.0.0.1", self._port), limits)
             server.start()

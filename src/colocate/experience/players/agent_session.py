@@ -21,7 +21,7 @@ from colocate.engines.requests import turn_key
 from colocate.episodes.episode import Episode
 from colocate.episodes.renderer import Message
 from colocate.serving.calls import Call, ChatCall, prompt_field
-from colocate.serving.desk import Place, Turn, check_context
+from colocate.serving.handlers import DrawnTurn, DrawRequest, check_context
 from colocate.serving.refusal import Refusal, too_long
 from colocate.serving.texts import Texts, refusing_length
 from colocate.types import Completion, Prompt, SamplingParams
@@ -31,8 +31,8 @@ _CHOICES_BITS = 16
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How the calls of a run's sessions are drawn.
+class DrawOptions:
+    """The options by which the calls of a run's sessions are drawn.
 
     Args:
         sampling: the run's. Its `max_tokens` bound all tokens of a history after the episode's prompt.
@@ -47,8 +47,8 @@ class Drawing:
     version: Callable[[], int]
 
 
-class _Start(NamedTuple):
-    """Where a call goes on."""
+class _Continuation(NamedTuple):
+    """The node and the tokens with which a call goes on."""
 
     parent: int | None
     """The node that it goes on from; None: it begins a history."""
@@ -56,11 +56,11 @@ class _Start(NamedTuple):
     context: tuple[int, ...]
 
 
-class _Said(NamedTuple):
+class _KnownConversation(NamedTuple):
     """A conversation up to a node's message."""
 
     messages: tuple[str, ...]
-    """What counts of each message, the node's included."""
+    """The comparison key of each message, the node's included."""
     tools: str
     parsed: Message
     """The node's message as `Renderer.parse` has read it."""
@@ -69,22 +69,22 @@ class _Said(NamedTuple):
 
 
 class Session:
-    """The desk of one agent: an episode that grows with its calls.
+    """The handler of one agent's calls: each of them lets its episode grow.
 
     Args:
         prompt: the request for this member alone.
     """
 
-    def __init__(self, prompt: Prompt, texts: Texts, drawing: Drawing) -> None:
+    def __init__(self, prompt: Prompt, texts: Texts, options: DrawOptions) -> None:
         self.key = secrets.token_urlsafe(32)
         self.episode = Episode()
-        self._prompt, self._texts, self._drawing = prompt, texts, drawing
+        self._prompt, self._texts, self._options = prompt, texts, options
         self._num_calls = 0
-        self._said: dict[int, _Said] = {}
+        self._conversations: dict[int, _KnownConversation] = {}
         """Conversations by their last nodes."""
         self._resting: dict[int, int] = {}
         """Sequences that rest, by the nodes that they ended with."""
-        self.max_len = drawing.context_length
+        self.max_len = options.context_length
         self.reading: AbstractAsyncContextManager[Any] = asyncio.Lock()  # draws depend on the calls' order
         # Requests are read by one thread and answered by another, which must not wait while long prompts are
         # encoded: no such work is done under this lock.
@@ -98,8 +98,8 @@ class Session:
 
     # ── Calls ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def place(self, call: Call, number: int) -> Place:
-        """See `Desk.place`.
+    def draw_request(self, call: Call, number: int) -> DrawRequest:
+        """The request by which a call's turns are drawn.
 
         Raises:
             Refusal: the session is over, the call asks for other draws than the run's, or there is no room.
@@ -107,24 +107,24 @@ class Session:
         self._check_draws(call)
         with self._lock:
             self._check_open()
-            said = dict(self._said)
+            said = dict(self._conversations)
         start = self._bridged(call, said) if isinstance(call, ChatCall) else None
         context = self._texts.context(call, number, self.max_len) if start is None else start.context
-        check_context(context, self._drawing.vocab_size)
+        check_context(context, self._options.vocab_size)
         with self._lock:
             self._check_open()
             if start is None:
-                start = _Start(*self.episode.find_parent(context), context)
+                start = _Continuation(*self.episode.find_parent(context), context)
             limit = self._room(call, start)
             limit = limit if call.max_tokens is None else min(limit, call.max_tokens)
-            return self._placed(call, start, limit)
+            return self._request_for(call, start, limit)
 
     def _check_open(self) -> None:
         if self._is_over:
             raise Refusal(403, "This session is over: its episode has ended.", code="session_over")
 
-    def _placed(self, call: Call, start: _Start, limit: int) -> Place:
-        sampling, is_single = self._drawing.sampling, call.n == 1
+    def _request_for(self, call: Call, start: _Continuation, limit: int) -> DrawRequest:
+        sampling, is_single = self._options.sampling, call.n == 1
         resting = self._resting.pop(start.parent, None) if is_single and start.parent is not None else None
         key, self._num_calls = turn_key(self._prompt.key, self._num_calls), self._num_calls + 1
         samples = self._prompt.samples
@@ -132,14 +132,14 @@ class Session:
             first = (samples.start + 1) << _CHOICES_BITS
             samples = range(first, first + call.n)
         prompt = Prompt(start.context, key, samples, (limit,) * call.n)
-        return Place(prompt, sampling, is_single, resting, start.given_ids, note=start)
+        return DrawRequest(prompt, sampling, is_single, resting, start.given_ids, note=start)
 
-    def note(self, call: Call, place: Place, turn: Turn) -> None:
-        """Add a turn to the episode. See `Desk.note`."""
+    def note(self, call: Call, request: DrawRequest, turn: DrawnTurn) -> None:
+        """Add a turn to the episode.."""
         assert turn.finish_reason is not None, "it has ended"
-        start: _Start = place.note
+        start: _Continuation = request.note
         logprobs = None if turn.logprobs is None else tuple(turn.logprobs)
-        version = self._drawing.version()
+        version = self._options.version()
         completion = Completion(
             tuple(turn.token_ids), logprobs, turn.finish_reason, version,
             num_cached_tokens=turn.num_cached_tokens,
@@ -156,8 +156,8 @@ class Session:
 
     def _note_messages(self, node: int, call: ChatCall, parsed: Message, shown: Message) -> None:
         conversation = [*call.messages, parsed]
-        self._said[node] = _Said(
-            tuple(_essence(message) for message in [*call.messages, shown]),
+        self._conversations[node] = _KnownConversation(
+            tuple(_comparison_key(message) for message in [*call.messages, shown]),
             _tools_of(call),
             parsed,
             conversation,
@@ -173,19 +173,19 @@ class Session:
 
     # ── Where a call goes on ─────────────────────────────────────────────────────────────────────────────
 
-    def _bridged(self, call: ChatCall, known: Mapping[int, _Said]) -> _Start | None:
-        """Behind the longest conversation with which the call's begins; None: there is none, or the chat
-        template rewrites it.
+    def _bridged(self, call: ChatCall, known: Mapping[int, _KnownConversation]) -> _Continuation | None:
+        """A continuation of the longest conversation with which the call's begins; None: there is none, or
+        the chat template rewrites it.
 
         Args:
             known: the conversations that may go on, by their last nodes.
         """
         self._texts.check_tools(call)
-        essences, tools = tuple(_essence(message) for message in call.messages), _tools_of(call)
+        keys, tools = tuple(_comparison_key(message) for message in call.messages), _tools_of(call)
         best: tuple[int, int] | None = None
         for node, said in known.items():
             length = len(said.messages)
-            is_known = length < len(essences) and essences[:length] == said.messages and said.tools == tools
+            is_known = length < len(keys) and keys[:length] == said.messages and said.tools == tools
             if is_known and (best is None or length >= best[0]):
                 best = length, node
         if best is None:
@@ -202,7 +202,7 @@ class Session:
             raise Refusal(400, str(error), param="messages") from error
         if given is None:
             return None
-        return _Start(node, tuple(given), (*self._tokens_to(node), *given))
+        return _Continuation(node, tuple(given), (*self._tokens_to(node), *given))
 
     def _tokens_to(self, node: int | None) -> tuple[int, ...]:
         """All tokens from a history's beginning to the end of a node."""
@@ -212,33 +212,33 @@ class Session:
             tokens, node = call.given_ids + call.sampled_ids + tokens, call.parent
         return tokens
 
-    def _room(self, call: Call, start: _Start) -> int:
+    def _room(self, call: Call, start: _Continuation) -> int:
         """The tokens that may be drawn, as the row of training that they are a part of can have them.
 
         Raises:
             Refusal: there is none.
         """
-        drawing, nodes = self._drawing, self.episode.nodes
+        options, nodes = self._options, self.episode.nodes
         own = nodes[0].given_ids if nodes else start.context
         if start.context[: len(own)] != own:  # a row of its own, with the whole context of its root as prompt
             root = start.parent
             while root is not None and (parent := nodes[root].parent) is not None:
                 root = parent
             own = start.context if root is None else nodes[root].given_ids
-        most = min(drawing.sampling.max_tokens, drawing.context_length - len(own))
+        most = min(options.sampling.max_tokens, options.context_length - len(own))
         num_after = len(start.context) - len(own)
         if num_after >= most:
             raise too_long(
                 prompt_field(call),
                 f"The conversation has {num_after} tokens after a prompt of {len(own)}, and {max(0, most)} "
-                f"may follow it (max_completion_length={drawing.sampling.max_tokens}, context of "
-                f"{drawing.context_length}).",
+                f"may follow it (max_completion_length={options.sampling.max_tokens}, context of "
+                f"{options.context_length}).",
             )
         return most - num_after
 
     def _check_draws(self, call: Call) -> None:
         """Refuse a call whose tokens would be drawn in another way than the run trains on."""
-        own = self._drawing.sampling
+        own = self._options.sampling
         for name, value in call.sampling.items():
             if value != getattr(own, name):
                 raise Refusal(
@@ -258,9 +258,9 @@ class Session:
             )
 
 
-def _essence(message: Message) -> str:
-    """What counts of a message when conversations are compared. Clients write empty content in several ways,
-    calls of tools as text or as mappings, and leave the reasoning out."""
+def _comparison_key(message: Message) -> str:
+    """The parts of a message that count when conversations are compared. Clients write empty content in
+    several ways, calls of tools as text or as mappings, and leave the reasoning out."""
     calls = [
         (call["function"]["name"], _arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()

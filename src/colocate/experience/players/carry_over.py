@@ -23,7 +23,7 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.submissions import Submissions
 from colocate.episodes.episode import Episode
 from colocate.experience.players.episode_player import EpisodePlayer
-from colocate.experience.players.play import Begun, Player, SingleTurnPlayer
+from colocate.experience.players.play import BegunRequest, Player, SingleTurnPlayer
 from colocate.experience.requests import RequestBuilder, RolloutRequest
 from colocate.types import SamplingParams
 
@@ -108,7 +108,7 @@ class CarryingPlayer(Player):
             self._newest_key = key
             is_begun = bool(self._restored)
             self._begun.append(
-                Begun(request, self._restored.popleft()) if is_begun else self._player.begin(request)
+                BegunRequest(request, self._restored.popleft()) if is_begun else self._player.begin(request)
             )
 
     @property

@@ -12,7 +12,7 @@ from colocate.types import Completion, SamplingParams
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunRequest:
     """A request whose sequences the engine has, and their numbers there."""
 
     request: RolloutRequest
@@ -64,11 +64,11 @@ class SingleTurnPlayer(Player):
     def play(self, request: RolloutRequest) -> list[Episode]:
         return _episodes(request, self._engine.generate(request.prompts, self.sampling))
 
-    def begin(self, request: RolloutRequest) -> Begun:
+    def begin(self, request: RolloutRequest) -> BegunRequest:
         """Let the sequences of a request wait to be generated."""
-        return Begun(request, self._engine.submit(request.prompts, self.sampling))
+        return BegunRequest(request, self._engine.submit(request.prompts, self.sampling))
 
-    def finish(self, begun: Begun) -> list[Episode]:
+    def finish(self, begun: BegunRequest) -> list[Episode]:
         """Generate until a request that was begun is completed, and return its episodes as `play` does."""
         counts = self._engine.counts
         counts.begin("completions", len(begun.numbers))

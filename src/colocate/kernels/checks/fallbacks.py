@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from colocate.kernels.checks.kernel_check import Outcome
+from colocate.kernels.checks.kernel_check import CheckOutcome
 from colocate.kernels.checks.tested_versions import is_tested
 from colocate.kernels.definitions import is_silu
 
@@ -61,7 +61,7 @@ def of_rollout(
 
 
 def of_versions(
-    torch_version: str, triton_version: str | None, outcome: Outcome | None = None
+    torch_version: str, triton_version: str | None, outcome: CheckOutcome | None = None
 ) -> list[Fallback]:
     """The warning for a PyTorch and a Triton that the kernels were never tested with.
 

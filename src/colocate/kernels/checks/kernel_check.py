@@ -32,7 +32,7 @@ Check = Callable[[torch.Generator, torch.dtype], tuple[Callable[[], Tensor], Ten
 """Draws the operands of a kernel: returns what runs it, and its result in float32 by PyTorch."""
 
 
-class Outcome(NamedTuple):
+class CheckOutcome(NamedTuple):
     """Results of the fast kernels, compared with PyTorch's."""
 
     failures: dict[str, str]
@@ -41,21 +41,21 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def outcome(device_index: int, dtype: torch.dtype) -> Outcome:
+def outcome(device_index: int, dtype: torch.dtype) -> CheckOutcome:
     """Try the fast kernels on this GPU with tensors of this 16-bit type, once in a process."""
     start_s = time.perf_counter()
     command = [sys.executable, "-m", __name__, str(device_index), str(dtype).removeprefix("torch.")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return Outcome(dict.fromkeys(CHECKS, f"no end after {LIMIT_S} s"), float(LIMIT_S))
+        return CheckOutcome(dict.fromkeys(CHECKS, f"no end after {LIMIT_S} s"), float(LIMIT_S))
     seconds = time.perf_counter() - start_s
     if done.returncode:  # such as by a signal
         errors = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*Error: ", line)]
         reason = errors[-1] if errors else f"the process that tried it ended with {done.returncode}"
-        return Outcome(dict.fromkeys(CHECKS, reason), seconds)
+        return CheckOutcome(dict.fromkeys(CHECKS, reason), seconds)
     found = json.loads(done.stdout.splitlines()[-1])
-    return Outcome({kernel: reason for kernel, reason in found.items() if reason is not None}, seconds)
+    return CheckOutcome({kernel: reason for kernel, reason in found.items() if reason is not None}, seconds)
 
 
 def main() -> None:

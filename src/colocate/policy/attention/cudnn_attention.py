@@ -87,7 +87,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    case = _Case.of(q, k, runs, scale, has_workspace=False)
+    case = _AttentionCase.of(q, k, runs, scale, has_workspace=False)
     tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse}
     _execute(_forward_graph(case), case, runs, tensors)
     return out, lse.T
@@ -109,7 +109,7 @@ def backward(
     # cuDNN writes no gradients for keys that no query sees, so these must be 0 before.
     new = torch.zeros_like if 0 in runs.query_lengths else torch.empty_like
     grad_q, grad_k, grad_v = torch.empty_like(q), new(k), new(v)
-    case = _Case.of(q, k, runs, scale, has_workspace=True)
+    case = _AttentionCase.of(q, k, runs, scale, has_workspace=True)
     tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse, _Uid.GRAD: grad}
     tensors |= {_Uid.GRAD_Q: grad_q, _Uid.GRAD_K: grad_k, _Uid.GRAD_V: grad_v}
     _execute(_backward_graph(case), case, runs, tensors)
@@ -146,7 +146,7 @@ class _Uid(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Case:
+class _AttentionCase:
     """The tensors and the bounds on their sizes that a graph is compiled for."""
 
     device: torch.device
@@ -163,7 +163,7 @@ class _Case:
     max_total_keys: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float, *, has_workspace: bool) -> _Case:
+    def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float, *, has_workspace: bool) -> _AttentionCase:
         return cls(
             q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], scale, runs.is_causal,
             max_runs=_rounded_up(len(runs.query_lengths), 1),
@@ -194,7 +194,7 @@ class _Graph:
 class _Nodes:
     """A graph in the making, with its input and output tensors."""
 
-    def __init__(self, case: _Case) -> None:
+    def __init__(self, case: _AttentionCase) -> None:
         import cudnn
 
         self._cudnn, self._case = cudnn, case
@@ -266,7 +266,7 @@ class _Nodes:
 
 
 @functools.lru_cache(maxsize=256)
-def _forward_graph(case: _Case) -> _Graph:
+def _forward_graph(case: _AttentionCase) -> _Graph:
     nodes = _Nodes(case)
     out, lse = nodes.graph.sdpa(
         q=nodes.input(_Uid.Q), k=nodes.input(_Uid.K), v=nodes.input(_Uid.V), generate_stats=True,
@@ -278,7 +278,7 @@ def _forward_graph(case: _Case) -> _Graph:
 
 
 @functools.lru_cache(maxsize=256)
-def _backward_graph(case: _Case) -> _Graph:
+def _backward_graph(case: _AttentionCase) -> _Graph:
     nodes = _Nodes(case)
     gradients = nodes.graph.sdpa_backward(
         q=nodes.input(_Uid.Q), k=nodes.input(_Uid.K), v=nodes.input(_Uid.V), o=nodes.input(_Uid.OUT),
@@ -293,7 +293,7 @@ def _backward_graph(case: _Case) -> _Graph:
 # ── Running ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _execute(graph: _Graph, case: _Case, runs: Runs, tensors: dict[_Uid, Tensor]) -> None:
+def _execute(graph: _Graph, case: _AttentionCase, runs: Runs, tensors: dict[_Uid, Tensor]) -> None:
     import cudnn
 
     handle = _handle(case.device)
@@ -311,11 +311,11 @@ def _handle(device: torch.device) -> Any:
         return cudnn.create_handle()
 
 
-_integers_of: WeakKeyDictionary[Runs, dict[_Case, dict[_Uid, Tensor]]] = WeakKeyDictionary()
+_integers_of: WeakKeyDictionary[Runs, dict[_AttentionCase, dict[_Uid, Tensor]]] = WeakKeyDictionary()
 """The starts and lengths of a pack's runs, made once: every layer asks for the same ones."""
 
 
-def _integers(runs: Runs, case: _Case) -> dict[_Uid, Tensor]:
+def _integers(runs: Runs, case: _AttentionCase) -> dict[_Uid, Tensor]:
     """Where the runs begin and how long they are. Runs that the graph has and the pack has not are empty."""
     of_case = _integers_of.setdefault(runs, {})
     if case not in of_case:

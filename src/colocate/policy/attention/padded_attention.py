@@ -117,7 +117,7 @@ class _Padded:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _PaddedBatch:
     """Runs of similar lengths."""
 
     rows: _Padded
@@ -129,18 +129,20 @@ class _Batch:
     mask: Tensor | None  # [n, 1, 1, Lk] or [Lq, Lk] float32: 0 for keys that a query sees, -inf for others
 
 
-_batches_of: WeakKeyDictionary[Runs, dict[tuple[int, int | None], list[_Batch]]] = WeakKeyDictionary()
+_batches_of: WeakKeyDictionary[Runs, dict[tuple[int, int | None], list[_PaddedBatch]]] = WeakKeyDictionary()
 """The batches of a pack's runs, made once: every layer asks for the same ones."""
 
 
-def _batches(runs: Runs, num_heads: int, window: int | None, device: torch.device) -> list[_Batch]:
+def _batches(runs: Runs, num_heads: int, window: int | None, device: torch.device) -> list[_PaddedBatch]:
     made = _batches_of.setdefault(runs, {})
     if (num_heads, window) not in made:
         made[num_heads, window] = list(_make_batches(runs, num_heads, window, device))
     return made[num_heads, window]
 
 
-def _make_batches(runs: Runs, num_heads: int, window: int | None, device: torch.device) -> Iterator[_Batch]:
+def _make_batches(
+    runs: Runs, num_heads: int, window: int | None, device: torch.device
+) -> Iterator[_PaddedBatch]:
     queries, keys = (list(accumulate(x, initial=0)) for x in (runs.query_lengths, runs.key_lengths))
     order = sorted(range(len(runs.query_lengths)), key=lambda n: (runs.query_lengths[n], runs.key_lengths[n]))
     while order:
@@ -162,20 +164,20 @@ def _make_batches(runs: Runs, num_heads: int, window: int | None, device: torch.
         yield _batch(rows, columns, is_causal=runs.is_causal, window=window)
 
 
-def _batch(rows: _Padded, columns: _Padded, *, is_causal: bool, window: int | None) -> _Batch:
+def _batch(rows: _Padded, columns: _Padded, *, is_causal: bool, window: int | None) -> _PaddedBatch:
     if not is_causal:
         is_hidden = columns.is_padding[:, None, None]
         if not columns.has_padding:
-            return _Batch(rows, columns, is_causal=False, mask=None)
+            return _PaddedBatch(rows, columns, is_causal=False, mask=None)
     elif window is None or window >= columns.longest:
         # A key that is padding comes after all keys of its run, and so no query of the run sees it.
-        return _Batch(rows, columns, is_causal=True, mask=None)
+        return _PaddedBatch(rows, columns, is_causal=True, mask=None)
     else:
         offset = torch.arange(columns.longest, device=columns.is_padding.device)
         distance = offset[:, None] - offset
         is_hidden = (distance < 0) | (distance >= window)
     mask = torch.zeros(is_hidden.shape, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
-    return _Batch(rows, columns, is_causal=False, mask=mask)
+    return _PaddedBatch(rows, columns, is_causal=False, mask=mask)
 
 
 # ── Attention of a batch ─────────────────────────────────────────────────────────────────────────────────
@@ -183,7 +185,9 @@ def _batch(rows: _Padded, columns: _Padded, *, is_causal: bool, window: int | No
 # q, out, grad: [n, H, Lq, D]; k, v: [n, H, Lk, D], heads repeated; lse: [n, H, Lq].
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: _Batch, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, batch: _PaddedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     mask = None if batch.mask is None else batch.mask.to(q.dtype)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, batch.is_causal, attn_mask=mask, scale=scale
@@ -191,7 +195,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: _Batch, scale: float)
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: _Batch, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: _PaddedBatch, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = None if batch.mask is None else batch.mask.to(q.dtype)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -199,14 +203,16 @@ def _flash_backward(
     )
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, batch: _Batch, scale: float) -> tuple[Tensor, Tensor]:
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, batch: _PaddedBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, batch, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: _Batch, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: _PaddedBatch, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With P = exp(scale Q K^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
     dK = scale dS^T Q."""
@@ -215,7 +221,7 @@ def _plain_backward(
     return d_scores @ k, d_scores.mT @ q, p.mT @ grad
 
 
-def _scores(q: Tensor, k: Tensor, batch: _Batch, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, batch: _PaddedBatch, scale: float) -> Tensor:
     scores = q @ k.mT * scale
     if batch.is_causal:
         is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -26,9 +26,9 @@ from colocate.policy.optimizer.building import (
 from colocate.policy.optimizer.hyperparameters import changed_since, hyperparameters, restore_schedule
 from colocate.policy.optimizer.masters import Masters, MasterShards, rows_in_memory, sum_over
 from colocate.policy.optimizer.state import (
-    Placement,
     Read,
     Shapes,
+    StatePlacement,
     names_by_index,
     numbers_of,
     quantization_maps,
@@ -475,9 +475,9 @@ class PolicyOptimizer:
         places = self._places(self._mesh or Mesh(None))
         self.load_tensors(shapes_of(tensors), reader_of_whole(tensors, places), {**saved, "numbers": numbers})
 
-    def _places(self, mesh: Mesh) -> dict[str, Placement]:
+    def _places(self, mesh: Mesh) -> dict[str, StatePlacement]:
         return {
-            name: Placement(mesh, parameter, self._splits.get(name, UNSPLIT))
+            name: StatePlacement(mesh, parameter, self._splits.get(name, UNSPLIT))
             for name, parameter in self._parameters.items()
         }
 

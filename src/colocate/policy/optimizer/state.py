@@ -36,7 +36,7 @@ _WHOLE = "0of1t1"
 """How the blocks of a state are named that was not split."""
 
 
-class Placement:
+class StatePlacement:
     """Where a rank's rows of a parameter lie in the whole parameter.
 
     Args:
@@ -76,7 +76,7 @@ def names_by_index(optimizer: Optimizer, leaves: Mapping[str, nn.Parameter]) -> 
 
 
 def tensors_of(
-    optimizer: Optimizer, leaves: Mapping[str, nn.Parameter], places: Mapping[str, Placement], mesh: Mesh
+    optimizer: Optimizer, leaves: Mapping[str, nn.Parameter], places: Mapping[str, StatePlacement], mesh: Mesh
 ) -> dict[str, Tensor]:
     """All tensors of the state by name.
 
@@ -136,7 +136,11 @@ def check_names(found: Shapes, leaves: Mapping[str, nn.Parameter]) -> None:
 
 
 def read_state(
-    leaves: Mapping[str, nn.Parameter], found: Shapes, read: Read, places: Mapping[str, Placement], mesh: Mesh
+    leaves: Mapping[str, nn.Parameter],
+    found: Shapes,
+    read: Read,
+    places: Mapping[str, StatePlacement],
+    mesh: Mesh,
 ) -> dict[str, dict[str, Tensor]]:
     """Read the leaves' values in place, and return the optimizer's state by parameter name."""
     check_names(found, leaves)
@@ -216,7 +220,7 @@ def _entries(state: Mapping[int, Mapping[str, Any]], names: list[str]) -> Iterat
             yield from ((names[index], inner_key, inner_value) for inner_key, inner_value in inner.items())
 
 
-def reader_of_whole(tensors: Mapping[str, Tensor], places: Mapping[str, Placement]) -> Read:
+def reader_of_whole(tensors: Mapping[str, Tensor], places: Mapping[str, StatePlacement]) -> Read:
     """Reads this rank's rows of whole tensors."""
 
     def read(targets: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from colocate.http.gate import CONTENT, Gate, Refused
 from colocate.http.key import ServerKey
 from colocate.rollout_server.native.engine_loop import Aborted, EngineLoop
-from colocate.rollout_server.native.requests import Asked, Choice, asked_in, usage
+from colocate.rollout_server.native.requests import Asked, CompletionChoice, asked_in, usage
 from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Job, Update
 from colocate.serving.refusal import Refusal
@@ -79,7 +79,7 @@ class RolloutApp:
         answer = {"model": self._model, "choices": [choice.content() for choice in choices]}
         return JSONResponse({**answer, "usage": usage(asked, choices)})
 
-    async def _drawn(self, asked: Asked) -> list[Choice]:
+    async def _drawn(self, asked: Asked) -> list[CompletionChoice]:
         """The completions of a request."""
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
@@ -88,7 +88,7 @@ class RolloutApp:
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
         job = Job(asked.prompt, asked.sampling, put)
-        choices = [Choice(index) for index in range(len(asked.prompt.samples))]
+        choices = [CompletionChoice(index) for index in range(len(asked.prompt.samples))]
         left = len(choices)
         self._loop.ask(job, asked.weights)
         try:

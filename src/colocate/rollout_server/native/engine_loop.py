@@ -40,7 +40,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _QueuedCall:
     """Something that the engine's thread is to do."""
 
     do: Callable[[], None]
@@ -63,7 +63,7 @@ class EngineLoop(EngineThread):
         super().__init__(Driver(engine), step_limit_s(engine, weights.device))
         self._engine, self._weights, self._key = engine, weights, key
         self._receiver = Receiver(weights)
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_QueuedCall] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
         """The error that every request gets once the thread has ended."""
@@ -147,7 +147,7 @@ class EngineLoop(EngineThread):
         """Have the engine's thread do something, or refuse it if that has ended."""
         with self._lock:
             if self._refusal is None:
-                self._calls.put(_Call(do, refuse))
+                self._calls.put(_QueuedCall(do, refuse))
                 self._driver.wake()
                 return
         refuse(self._refusal)
@@ -176,7 +176,7 @@ class EngineLoop(EngineThread):
         except queue.Empty:
             pass
 
-    def _do_call(self, call: _Call) -> None:
+    def _do_call(self, call: _QueuedCall) -> None:
         self._stepper.note_call()
         try:
             call.do()

@@ -41,7 +41,7 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
     Raises:
         Refused: it asks for something that there is not, or says it wrongly.
     """
-    fields = _Fields(content)
+    fields = _RequestFields(content)
     if (name := content.get("model", model)) != model:
         raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
     if not (prompt := fields.integers("prompt", 0, _MOST_TOKEN_ID)):
@@ -72,7 +72,7 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
 
 
 @dataclass
-class Choice:
+class CompletionChoice:
     """One completion of a request, as it comes."""
 
     index: int
@@ -94,7 +94,7 @@ class Choice:
         }
 
 
-def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(asked: Asked, choices: Sequence[CompletionChoice]) -> dict[str, Any]:
     """How many tokens were read, found in the cache and drawn for a request, under OpenAI's names."""
     num_prompt, num_drawn = len(asked.prompt.token_ids), sum(len(choice.token_ids) for choice in choices)
     num_cached = max((choice.num_cached_tokens or 0 for choice in choices), default=0)
@@ -106,7 +106,7 @@ def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-class _Fields:
+class _RequestFields:
     """Reads a request's fields.
 
     Raises:

@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True)
-class NativeOptions:
+class ServedOptions:
     """Options of a native rollout server.
 
     Attributes:
@@ -62,7 +62,7 @@ class RolloutServer:
         OSError: no configuration is found under the model's name.
     """
 
-    def __init__(self, model: str, listening: Any, options: NativeOptions, key: ServerKey) -> None:
+    def __init__(self, model: str, listening: Any, options: ServedOptions, key: ServerKey) -> None:
         made = model_of_any_weights(model, options)
         self._engine = engine = NativeEngine(
             made,
@@ -86,7 +86,7 @@ class RolloutServer:
         self._engine.close()
 
 
-def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
+def serve(model: str, *, host: str, port: int, options: ServedOptions) -> int:
     """Run a server until SIGINT or SIGTERM. Returns the exit code.
 
     Raises:
@@ -112,7 +112,7 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     return 0
 
 
-def model_of_any_weights(name: str, options: NativeOptions) -> Any:
+def model_of_any_weights(name: str, options: ServedOptions) -> Any:
     """The model of a configuration, its weights whatever was in memory: a trainer's come before the first
     request.
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from colocate.http.connection import Connection
 from colocate.http.key import VARIABLE, ServerKey, key_of_server_at
-from colocate.http.lease import LEASE_S, Run, ServerHeld
+from colocate.http.lease import LEASE_S, LeaseHolder, ServerHeld
 from colocate.http.messages import RUN_HEADER, Message, authorization
 from colocate.options.redaction import redacted
 
@@ -54,7 +54,7 @@ class MalformedResponse(ValueError):
     """Raised by a `parse` function for an answer after which the request should be repeated."""
 
 
-class _Call:
+class _HttpCall:
     """A call under way, which another thread can end."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class HttpClient:
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vllm-http")
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        self._calls: dict[Future[Any] | _Call, _Call] = {}
+        self._calls: dict[Future[Any] | _HttpCall, _HttpCall] = {}
         """Calls under way: those of `submit` by their futures, others by themselves."""
 
     @property
@@ -179,7 +179,7 @@ class HttpClient:
             RequestRefused: a 4xx answer; KeyRefused for 401.
             CancelledError: `cancel_all` was called during the call.
         """
-        call = _Call()
+        call = _HttpCall()
         with self._lock:
             self._calls[call] = call
         try:
@@ -189,7 +189,7 @@ class HttpClient:
 
     def _send(
         self,
-        call: _Call,
+        call: _HttpCall,
         method: str,
         path: str,
         body: Any,
@@ -225,7 +225,7 @@ class HttpClient:
 
     def _attempt(
         self,
-        call: _Call,
+        call: _HttpCall,
         method: str,
         path: str,
         payload: bytes | None,
@@ -257,7 +257,7 @@ class HttpClient:
         parse: Callable[[Any], T],
     ) -> Future[T]:
         """Start `call` with these arguments in a thread of the pool."""
-        call = _Call()
+        call = _HttpCall()
         future = self._pool.submit(self._send, call, method, path, body, deadline_s, parse)
         with self._lock:
             self._calls[future] = call
@@ -276,7 +276,7 @@ class HttpClient:
         for call in calls:
             call.cancel()
 
-    def _forget(self, call: Future[Any] | _Call) -> None:
+    def _forget(self, call: Future[Any] | _HttpCall) -> None:
         with self._lock:
             self._calls.pop(call, None)
 
@@ -294,7 +294,7 @@ class HttpClient:
             connection.close()
 
     def _exchange(
-        self, call: _Call, method: str, path: str, payload: bytes | None, deadline: float
+        self, call: _HttpCall, method: str, path: str, payload: bytes | None, deadline: float
     ) -> tuple[int, bytes]:
         connection = self._take_connection()
         is_reusable = False
@@ -360,7 +360,7 @@ class WorkerError(RuntimeError):
 class Workers:
     """All workers of a server; each message goes to every worker (see `receiver`)."""
 
-    def __init__(self, client: HttpClient, run: Run) -> None:
+    def __init__(self, client: HttpClient, run: LeaseHolder) -> None:
         self._client = client
         self.run = run
 

@@ -35,8 +35,8 @@ from colocate.rollout_server.trainer.client import (
 )
 from colocate.rollout_server.trainer.completions import Request, completions_in, requests_of
 from colocate.rollout_server.trainer.fit import Starts, examine, start_id_of, take
-from colocate.rollout_server.trainer.open_turns import OpenTurns
-from colocate.rollout_server.trainer.watch import ALONE, Timeouts, Watch, await_all, await_ready
+from colocate.rollout_server.trainer.open_turns import ServerTurns
+from colocate.rollout_server.trainer.watch import ALONE, ServerWatch, Timeouts, await_all, await_ready
 from colocate.rollout_server.trainer.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
@@ -144,7 +144,7 @@ class RolloutServerEngine(TurnEngine):
             run_id=self._run_id,
         )
         self._starts = Starts(self._client.base_url)
-        self._open_turns = OpenTurns(self._client, self._watch())
+        self._open_turns = ServerTurns(self._client, self._watch())
         self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
             self._client,
@@ -350,9 +350,9 @@ class RolloutServerEngine(TurnEngine):
         if state[1] != self._token:
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> ServerWatch:
         silence_s = min(self._timeouts.silence_s, self._server_timeout_s / 4)
-        return Watch(self._client.base_url, silence_s=silence_s, max_pause_s=self._server_timeout_s)
+        return ServerWatch(self._client.base_url, silence_s=silence_s, max_pause_s=self._server_timeout_s)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 

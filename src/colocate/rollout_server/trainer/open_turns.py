@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 from colocate.engines.turns import Turn
 from colocate.rollout_server.trainer.client import HttpClient
-from colocate.rollout_server.trainer.watch import Watch
+from colocate.rollout_server.trainer.watch import ServerWatch
 from colocate.types import Completion, Prompt
 
 _LINGER_S = 0.005
@@ -17,7 +17,7 @@ _LINGER_S = 0.005
 whether its weights are still those; and turns that were decoded together end together."""
 
 
-class OpenTurns:
+class ServerTurns:
     """Turns on their way to the server and back, each a request of its own.
 
     Members of a group are sent one by one, too: a request for several of them is answered when the longest
@@ -25,7 +25,7 @@ class OpenTurns:
     in its prefix cache.
     """
 
-    def __init__(self, client: HttpClient, watch: Watch) -> None:
+    def __init__(self, client: HttpClient, watch: ServerWatch) -> None:
         self._client = client
         self.watch = watch
         self.start_id = ""

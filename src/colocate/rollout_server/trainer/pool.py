@@ -36,7 +36,7 @@ _GRACE_S = 5.0
 """Seconds for which an outage of all engines is no end where none is to be waited for."""
 
 
-class Replica(RolloutEngine, Protocol):
+class ServerReplica(RolloutEngine, Protocol):
     """An engine of a pool. What it cannot do any more it says by `EngineLost`."""
 
     # See `BaseEngine`.
@@ -90,7 +90,7 @@ class EnginePool(TurnEngine):
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[ServerReplica],
         *,
         rank: int = 0,
         barrier: Callable[[], object] = lambda: None,
@@ -126,7 +126,7 @@ class EnginePool(TurnEngine):
         return f"{self._shortest.name}: {self._shortest._max_len_reason}"
 
     @property
-    def _shortest(self) -> Replica:
+    def _shortest(self) -> ServerReplica:
         return min((member.replica for member in self._members), key=lambda replica: replica._max_len)
 
     @property
@@ -242,7 +242,7 @@ class EnginePool(TurnEngine):
         numbers = list(member.turns)
         keys = [self._release(member, number) for number in numbers]
         member.replica.abort(numbers)
-        member.loss = _Loss(member.replica, str(error), _FIRST_PROBE_S)
+        member.loss = _ServerLoss(member.replica, str(error), _FIRST_PROBE_S)
         left = len(self._present)
         logger.warning(
             f"{member.replica.name} is lost: {error} "
@@ -341,7 +341,7 @@ class EnginePool(TurnEngine):
     def _takes_turns(self) -> bool:
         return any(member.replica.takes_turns for member in self._members)
 
-    def _each(self, action: Callable[[Replica], object]) -> None:
+    def _each(self, action: Callable[[ServerReplica], object]) -> None:
         """Do the same with every engine that is not lost, side by side; returns when all have come to an end.
 
         Raises what the first engine raises whose error is no loss.
@@ -350,7 +350,7 @@ class EnginePool(TurnEngine):
             return
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-        def act(replica: Replica) -> None:
+        def act(replica: ServerReplica) -> None:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # a new thread begins with the first one
             action(replica)
@@ -380,12 +380,12 @@ class EnginePool(TurnEngine):
 
 @dataclass(eq=False)
 class _Member:
-    replica: Replica
+    replica: ServerReplica
     turns: dict[int, Hashable] = field(default_factory=dict)
     """The turns that it draws, by its own numbers for them."""
     load: int = 0
     """Tokens that they may still take."""
-    loss: _Loss | None = None
+    loss: _ServerLoss | None = None
 
 
 @dataclass(frozen=True)
@@ -396,7 +396,7 @@ class _Assignment:
     """Tokens that the turn may still take."""
 
 
-class _Loss:
+class _ServerLoss:
     """Why and since when an engine is lost, and a thread that asks until it answers again.
 
     Args:
@@ -405,7 +405,7 @@ class _Loss:
     """
 
     def __init__(
-        self, replica: Replica, reason: str, delay_s: float, *, since_s: float | None = None
+        self, replica: ServerReplica, reason: str, delay_s: float, *, since_s: float | None = None
     ) -> None:
         self.reason = reason
         self._delay_s = delay_s
@@ -418,9 +418,9 @@ class _Loss:
     def since(self) -> str:
         return time.strftime("%H:%M:%S", time.localtime(self._since_s))
 
-    def goes_on(self, replica: Replica, reason: str) -> _Loss:
+    def goes_on(self, replica: ServerReplica, reason: str) -> _ServerLoss:
         """The loss after an engine answered, and was of no use all the same."""
-        return _Loss(replica, reason, min(2 * self._delay_s, _LAST_PROBE_S), since_s=self._since_s)
+        return _ServerLoss(replica, reason, min(2 * self._delay_s, _LAST_PROBE_S), since_s=self._since_s)
 
     def stop(self) -> None:
         self._is_stopped.set()

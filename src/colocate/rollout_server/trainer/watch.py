@@ -71,7 +71,7 @@ class RequestsForgotten(ServerUnreachable):
     """The server is well and draws nothing, though requests to it have no answer."""
 
 
-class Watch:
+class ServerWatch:
     """Asks a server that has been silent for a while during a rollout.
 
     Whether the steps of a server's engine go on is judged where they are known: a native server answers with
@@ -185,10 +185,10 @@ def await_ready(
 
 
 def await_all(
-    futures: Iterable[Future[T]], watch: Watch, ask: Callable[[str], Any], note: Callable[[T], object]
+    futures: Iterable[Future[T]], watch: ServerWatch, ask: Callable[[str], Any], note: Callable[[T], object]
 ) -> None:
     """Wait until all requests are done, each of which `note` gets; raises as soon as one fails, and what
-    `Watch.look` raises."""
+    `ServerWatch.look` raises."""
     futures = list(futures)
     done: SimpleQueue[Future[T]] = SimpleQueue()
     for future in futures:

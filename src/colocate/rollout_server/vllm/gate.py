@@ -23,7 +23,7 @@ push, and asks anew; only a gate of another of vLLM's processes may not. The tra
 weights before and after each rollout in any case, and vLLM's prefix cache is salted with them."""
 
 
-class Gate(gate.Gate):
+class VLLMGate(gate.Gate):
     """ASGI middleware that checks every request before vLLM sees it.
 
     Args:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from colocate.http.key import VARIABLE, ServerKey, key_from_environment
-from colocate.http.lease import Lease, Run, ServerHeld
+from colocate.http.lease import Lease, LeaseHolder, ServerHeld
 from colocate.http.messages import opened_message, sealed_answer
 from colocate.rollout_server.wire.weight_wire import (
     GROUP_TIMEOUT_S,
@@ -159,7 +159,7 @@ class Receiver:
         A method of `OF_THE_HOLDER` takes the server's lease for `run`, or renews it.
 
         Args:
-            run: the fields of the `lease.Run` that asks.
+            run: the fields of the `lease.LeaseHolder` that asks.
             instead_of: see `Lease.claim`.
 
         Raises:
@@ -170,7 +170,7 @@ class Receiver:
                 raise ValueError(
                     f"{do!r} came from no run: trainer and server have other versions of colocate"
                 )
-            self._lease.claim(Run(**run), instead_of)
+            self._lease.claim(LeaseHolder(**run), instead_of)
         elif do not in self.OF_ANYBODY:
             raise ValueError(f"unknown message {do!r}: trainer and server have other versions of colocate")
         return getattr(self, do)(**arguments)

@@ -1,4 +1,5 @@
-"""`Desk`: who is served and how. `Visitors` is for people; an agent's session in a run is another one."""
+"""`RequestHandler`: how a client's calls become requests to the engine. `StatelessHandler` serves clients of
+`colocate serve`, and an agent's session those of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ different seeds are drawn together."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the engine draws the turns that a call asks for; the fields are those of `driver.Job`."""
+class DrawRequest:
+    """A request to the engine for the turns that a call asks for; the fields are those of `driver.Job`."""
 
     prompt: Prompt
     """The whole context, with one sample for each choice."""
@@ -30,11 +31,11 @@ class Place:
     extends: int | None = None
     given_ids: tuple[int, ...] = ()
     note: Any = None
-    """The desk's own notes."""
+    """The handler's own notes."""
 
 
 @dataclass
-class Turn:
+class DrawnTurn:
     """The tokens and the message that were drawn for a choice."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -52,16 +53,16 @@ class Turn:
     """The number of the engine's sequence, if it was kept and can go on."""
 
 
-class Desk(Protocol):
-    """Where a caller's requests come to the engine."""
+class RequestHandler(Protocol):
+    """Makes the requests to the engine of a caller's calls."""
 
     max_len: int
     """Tokens that a prompt and its completion may have together."""
     reading: AbstractAsyncContextManager[Any]
-    """Held while a call is read. A desk whose calls depend on their order has a lock here."""
+    """Held while a call is read. A handler whose calls depend on their order has a lock here."""
 
-    def place(self, call: Call, number: int) -> Place:
-        """Where a call's turns are drawn.
+    def draw_request(self, call: Call, number: int) -> DrawRequest:
+        """The request by which a call's turns are drawn.
 
         Args:
             number: which of the call's prompts.
@@ -71,13 +72,13 @@ class Desk(Protocol):
         """
         ...
 
-    def note(self, call: Call, place: Place, turn: Turn) -> None:
+    def note(self, call: Call, request: DrawRequest, turn: DrawnTurn) -> None:
         """Take notice of a turn that has ended."""
         ...
 
 
-class Visitors:
-    """The desk for people: every request is one of its own.
+class StatelessHandler:
+    """The handler of a service: every call stands alone.
 
     A completion depends on the request's seed, the number of its prompt and of its choice, and not on other
     requests.
@@ -93,7 +94,7 @@ class Visitors:
         self.reading: AbstractAsyncContextManager[Any] = nullcontext()
         self._vocab_size = vocab_size
 
-    def place(self, call: Call, number: int) -> Place:
+    def draw_request(self, call: Call, number: int) -> DrawRequest:
         context = self._texts.context(call, number, self.max_len)
         check_context(context, self._vocab_size)
         room = self.max_len - len(context)
@@ -107,7 +108,7 @@ class Visitors:
         seed = secrets.randbits(63) if call.seed is None else call.seed
         key = derived_seed(seed, number, num_bits=63)
         prompt = Prompt(context, key, range(call.n), (limit,) * call.n)
-        return Place(prompt, self.sampling(call))
+        return DrawRequest(prompt, self.sampling(call))
 
     def sampling(self, call: Call) -> SamplingParams:
         """How the tokens of a call are drawn."""
@@ -115,7 +116,7 @@ class Visitors:
         most = min(self.max_len, 2**31 - 1)
         return SamplingParams(max_tokens=most, stop_token_ids=stops, seed=_SEED, **call.sampling)  # type: ignore[arg-type]
 
-    def note(self, call: Call, place: Place, turn: Turn) -> None:
+    def note(self, call: Call, request: DrawRequest, turn: DrawnTurn) -> None:
         """Remember nothing."""
 
 
