@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.trainer_utils import SaveStrategy, speed_metrics
 
-from colocate.checkpoints.finite import check_finite_weights
+from colocate.checkpoints.sealed import check_finite_weights
 from colocate.data.splits import TrainDataset
 from colocate.experience import ranks
 from colocate.loop import roll_out

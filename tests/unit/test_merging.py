@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from colocate.checkpoints.saved_model import find_model
-from colocate.checkpoints.whole_directory import writing_directory
+from colocate.checkpoints.sealed import writing_directory
 from colocate.inference.loading import load
 from colocate.weights.adapter_files import note_base, read_adapter
 from colocate.weights.merging import copy_model, merge_adapter

@@ -36,6 +36,9 @@ _LEFTOVER = re.compile(r"^partial-(replaced-)?checkpoint-\d+(\.\d+)?$")
 _CHUNK_BYTES = 1 << 24
 _SMALLEST_INTERVAL_S = 0.001  # between two seals, whatever the clock says
 
+_SUSPECTS = ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm")
+"""Options that can make weights infinite or NaN although loss and gradient are finite."""
+
 logger = logging.getLogger(__name__)
 _told: set[Path] = set()
 """Paths that could not be deleted and were reported."""
@@ -64,6 +67,30 @@ def check_writable(output_dir: Path) -> None:
             f"output_dir={str(output_dir)!r} cannot be written to ({error}), so the run could save nothing. "
             "Set output_dir to a directory of yours on a disk with free space."
         ) from error
+
+
+def check_finite_weights(policy: Any, args: Any, doing: str) -> None:
+    """Raise if a weight is not finite. This reads every weight once and waits for the device.
+
+    Args:
+        policy: has `find_nonfinite_weight()`.
+        doing: the action that the check comes before, as a noun for the message.
+    """
+    name = policy.find_nonfinite_weight()
+    if name is None:
+        return
+    checkpoints = list_checkpoints(args.run_dir)
+    suspects = ", ".join(f"{option}={getattr(args, option)}" for option in _SUSPECTS)
+    raise FloatingPointError(
+        f"No {doing}: the weights are not finite ({name} for one). An optimizer step can make them so though "
+        f"its loss and gradient are finite; this run has {suspects}. Lower learning_rate, raise adam_epsilon "
+        "or set max_grad_norm to a positive number. "
+        + (
+            f"The last checkpoint is {checkpoints[-1]}: go on from it with resume_from_checkpoint=True."
+            if checkpoints
+            else f"{args.run_dir} holds no checkpoint, so the run has to begin again."
+        )
+    )
 
 
 @contextmanager
@@ -185,6 +212,27 @@ def saving_model(directory: Path) -> Iterator[None]:
                 else ", and set save_strategy='steps', so that a run's work is on the disk before its end."
             )
         ) from error
+
+
+@contextmanager
+def writing_directory(target: Path) -> Iterator[Path]:
+    """Yield a directory to write into, which becomes `target`, or what that links to, when the block has
+    ended without an error."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already: name a directory that does not, or an empty one.")
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if target.exists():
+        target.rmdir()
+    partial.rename(target)
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:

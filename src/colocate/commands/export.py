@@ -44,7 +44,7 @@ def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     from colocate.checkpoints.gguf import check_target, convert, converter_command
     from colocate.checkpoints.saved_model import find_model
-    from colocate.checkpoints.whole_directory import writing_directory
+    from colocate.checkpoints.sealed import writing_directory
 
     if known.format == "safetensors":
         saved = find_model(known.model, known.base)

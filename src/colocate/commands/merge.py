@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
 def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     from colocate.checkpoints.saved_model import find_model
-    from colocate.checkpoints.whole_directory import writing_directory
+    from colocate.checkpoints.sealed import writing_directory
 
     saved = find_model(known.adapter, known.base)
     if saved.adapter is None:

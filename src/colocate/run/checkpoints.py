@@ -13,7 +13,6 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from colocate.checkpoints import changes, disk_space, model_card, sealed, shards, snapshot
-from colocate.checkpoints.finite import check_finite_weights
 from colocate.config.grpo_config import GRPOConfig
 from colocate.data.loading import READERS
 from colocate.experience import ranks
@@ -41,7 +40,7 @@ def _splits_weights(run: Run) -> bool:
 @watched(lambda run: "in save_model()", when=_splits_weights)
 def save_model(run: Run, directory: Path) -> None:
     """Write a directory that `from_pretrained` reads; all ranks must call it if they split the weights."""
-    check_finite_weights(run.policy, run.args, "saved model")
+    sealed.check_finite_weights(run.policy, run.args, "saved model")
     with sealed.saving_model(directory):
         write_model(run, directory)
 
@@ -152,7 +151,7 @@ def _checkpoint_bytes(run: Run) -> dict[str, int]:
 @watched(lambda run: "in save_checkpoint()")
 def save(run: Run) -> Path:
     """Write `output_dir/checkpoint-<step>`, whole or not at all."""
-    check_finite_weights(run.policy, run.args, "checkpoint")
+    sealed.check_finite_weights(run.policy, run.args, "checkpoint")
     state, output_dir = run.journal.state, run.args.run_dir
     directory = output_dir / f"checkpoint-{state.global_step}"
     is_main = run.accelerator.is_main_process

@@ -8,7 +8,7 @@ import logging
 
 from torch import Tensor
 
-from colocate.checkpoints.finite import check_finite_weights
+from colocate.checkpoints.sealed import check_finite_weights
 from colocate.policy.policy import UpdateResult
 from colocate.run.record import Run
 from colocate.types import Sample
