@@ -59,11 +59,7 @@ class Handover:
         return f"The engine gave back {kept_bytes / 2**30:.2f} GiB"
 
     def learn(self, memory: dict[str, Any]) -> None:
-        """Learn from the record of one step.
-
-        Args:
-            memory: the entry "memory" of `Timeline.drain`.
-        """
+        """Learn from the entry "memory" of a step's `Timeline.drain`."""
         # On a CPU free memory is not the run's alone: other processes take it, too.
         if memory["device"] == "cpu":
             return

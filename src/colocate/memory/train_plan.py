@@ -89,11 +89,7 @@ class TrainPlan:
 
 
 def most_cautious(plans: Sequence[TrainPlan], longest: int) -> TrainPlan:
-    """The plan that takes no more memory than any of `plans`: of every choice the one that takes least.
-
-    Args:
-        longest: tokens of the longest sequence that the plans are for.
-    """
+    """The plan for sequences of up to `longest` tokens that takes no more memory than any of `plans`."""
     counts_sequences = all(plan.tokens_per_microbatch is None for plan in plans)
     return TrainPlan(
         ACTIVATION_POLICIES[max(ACTIVATION_POLICIES.index(plan.activation_policy) for plan in plans)],
@@ -113,11 +109,6 @@ class TrainPlanner(Protocol):
         ...
 
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
-        """The plan to continue with after a step whose memory was measured.
-
-        Args:
-            train_plan: the plan that the step was done with.
-            memory: the entry "memory" of the step's `Timeline.drain`.
-            num_tokens: tokens of the step's largest micro-batch.
-        """
+        """The plan after a step whose `memory` (`Timeline.drain`) was measured; `num_tokens`: its largest
+        micro-batch's."""
         ...

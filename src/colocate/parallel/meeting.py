@@ -231,12 +231,8 @@ def _connect(address: str, port: int, rank: int, timeout_s: float) -> Store:
 
 
 def absence(hosts: Sequence[str | None], ranks_per_node: int, timeout_s: float) -> str:
-    """The message about ranks that have not come.
-
-    Args:
-        hosts: each rank's host; None for a rank that has not come.
-        ranks_per_node: consecutive ranks share a node, as many as this.
-    """
+    """The message about ranks that have not come, whose host is None; nodes have `ranks_per_node` ranks
+    each."""
     present = {rank: host for rank, host in enumerate(hosts) if host is not None}
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     verb = "is" if len(missing) == 1 else "are"

@@ -382,11 +382,8 @@ def _watch_of_process(silence_s: float, environment: Mapping[str, str]) -> Watch
 
 
 def begin_watch(silence_s: float) -> None:
-    """Watch from now on, so that a rank which ends before its first shared work is missed there at once.
-
-    Args:
-        silence_s: seconds without a sign of life after which a rank counts as dead.
-    """
+    """Watch from now on, so that a rank which ends before its first shared work is missed there at once, or
+    one of which nothing is heard for `silence_s` seconds."""
     _watch_of_process(silence_s, os.environ)
 
 

@@ -101,12 +101,7 @@ class Stalls:
 
     def look(self, waits: bool, others: Iterable[Seen]) -> list[str]:
         """The messages that are due now: each rank and what it does once, by the first of the ranks that
-        wait.
-
-        Args:
-            waits: whether this rank waits for others.
-            others: the other ranks that have not finished the work in hand.
-        """
+        wait; `others` have not finished the work in hand."""
         now_s, others = time.monotonic(), list(others)
         busy = {(each.rank, each.doing): each for each in others if not each.waits and each.doing}
         self._since_s = {key: self._since_s.get(key, now_s) for key in busy}

@@ -157,12 +157,9 @@ def starts_as_its_base(policy_model: nn.Module) -> bool:
 def make_reference(
     policy_model: nn.Module, *, has_new_adapter: bool = False
 ) -> FrozenCopy | AdapterOff | FrozenAdapter:
-    """The reference that costs least memory: no copy under a new LoRA, a copy of the adapter if it was
-    trained before or does not begin as the base, and a copy of the model without adapters.
-
-    Args:
-        has_new_adapter: the run itself added the adapter (`peft_config`).
-    """
+    """The reference that costs least memory: no copy under a new LoRA (`has_new_adapter`: the run added it),
+    a copy of an adapter that was trained before or does not begin as the base, or of a model without
+    adapters."""
     if not hasattr(policy_model, "peft_config"):
         return FrozenCopy(policy_model)
     if has_new_adapter and starts_as_its_base(policy_model):

@@ -1,8 +1,9 @@
 """A LoRA adapter as PEFT saves it: which weights of which model it changes, and by what.
 
 An update adds scaling * B A to a weight W [out, in] (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with
-scaling = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
-Of a tensor with the matrices of many experts, each has its own A and B; they lie in one pair of tensors.
+scaling = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023,
+https://arxiv.org/abs/2312.03732). Of a tensor with the matrices of many experts, each has its own A and B;
+they lie in one pair of tensors.
 """
 
 from __future__ import annotations
@@ -62,11 +63,7 @@ class Update:
     experts: Experts | None = None
 
     def delta(self, own: Any) -> Tensor:
-        """The update in float32, as `shape` says.
-
-        Args:
-            own: the adapter's file, opened by safetensors.
-        """
+        """The update in float32, as `shape` says, from the adapter's open file."""
         import torch
 
         a, b = own.get_tensor(self.a_key).float(), own.get_tensor(self.b_key).float()
@@ -122,13 +119,8 @@ class SavedAdapter:
     has_parameters: bool = False
 
     def check_fits(self, base: str, stored: Mapping[str, StoredTensor], *, is_any_base: bool = False) -> None:
-        """Refuse a base that this adapter was not trained on.
-
-        Args:
-            base: the model's name, for the message.
-            stored: its weights.
-            is_any_base: accept other values in weights of the same names and shapes.
-        """
+        """Refuse a base that this adapter was not trained on; with `is_any_base` only other names and
+        shapes."""
         changed: dict[str, tuple[int, ...]] = {name: update.shape for name, update in self.updates.items()}
         changed |= {name: replacement.shape for name, replacement in self.replacements.items()}
         missing = [name for name in changed if name not in stored]

@@ -73,11 +73,8 @@ def copy_model(name: str, directory: Path, *, revision: str | None = None) -> No
 
 
 def copy_description(base: str, directory: Path, source: Path, revision: str | None = None) -> None:
-    """Copy all that says what a model is, besides its weights: configuration, tokenizer, index and own code.
-
-    Args:
-        source: the directory that its weight files are in.
-    """
+    """Copy all that says what a model is, besides its weights: configuration, tokenizer, index and own
+    code."""
     found = (found_file(base, name, revision) for name in (INDEX, CARD, *CONFIGURATION, *TOKENIZER))
     for file in (*found, *source.glob("*.py")):
         if file is not None:

@@ -107,11 +107,8 @@ def adapters_are_whole(name: str) -> Iterator[None]:
 
 
 def check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse a model that lacks weights: transformers draws those at random, and goes on.
-
-    Args:
-        report: the loading information of `from_pretrained`.
-    """
+    """Refuse a model that lacks weights by the loading information of `from_pretrained`, which draws them at
+    random and goes on."""
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{name} lacks {len(missing)} of its model's weights, such as {missing[0]!r}; in their place "

@@ -36,11 +36,7 @@ def with_stored_names(
     adapter: SavedAdapter, base: str, stored: Mapping[str, StoredTensor], *, revision: str | None = None
 ) -> SavedAdapter:
     """The adapter with the names that the files of `base` have for what it changes, as far as they are known;
-    the same adapter if it has these names, or the model's code is not transformers' own.
-
-    Args:
-        stored: the tensors of the files.
-    """
+    the same adapter if it has these names, or the model's code is not transformers' own."""
     named = {*adapter.updates, *adapter.replacements}
     if not adapter.has_parameters and all(name in stored for name in named):
         return adapter

@@ -54,13 +54,8 @@ def at(revision: str | None) -> dict[str, Any]:
 def found_file(
     name: str, file: str, revision: str | None = None, *, is_local_only: bool = False
 ) -> Path | None:
-    """A file of a checkpoint, which is downloaded if it is on the Hub only; None: it has no such file, or it
-    cannot be reached.
-
-    Args:
-        name: the checkpoint's directory, or its name on the Hub.
-        is_local_only: ask the disk alone, and not the Hub.
-    """
+    """A file of a checkpoint (a directory, or a name on the Hub, from which it is downloaded unless
+    `is_local_only`); None: it has no such file, or it cannot be reached."""
     if Path(name).is_dir():
         return path if (path := Path(name, file)).is_file() else None
     from transformers.utils import cached_file

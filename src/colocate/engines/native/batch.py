@@ -81,12 +81,8 @@ class DecodeBatch:
         return self.block_tables.shape[0]
 
     def reset(self, *, seed: int, vocab_size: int | None) -> None:
-        """Forget all rows.
-
-        Args:
-            seed: the rollout's seed.
-            vocab_size: keep `seen` [max_num_seqs, vocab_size], for a repetition penalty; None: do not.
-        """
+        """Forget all rows; with a `vocab_size` keep `seen` [max_num_seqs, vocab_size], for a repetition
+        penalty."""
         self.num_rows = 0
         self.finished.fill_(1)
         self.seed.fill_((seed + 2**63) % 2**64 - 2**63)

@@ -35,12 +35,8 @@ ROWS_AT_A_TIME = 4096
 
 
 def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
-    """Refuse a GPU, or a model on it, for which there is nothing in 8 bits.
-
-    Args:
-        layout: of the model, or of this rank's part of it; it may be on the meta device.
-        gpu: which GPU has this compute capability, for the message.
-    """
+    """Refuse a `gpu` of this compute capability, or a model on it, for which there is nothing in 8 bits; the
+    layout may be of this rank's part, or on the meta device."""
     if rollout_precision == "bf16":
         return
     if capability < LEAST_CAPABILITY:
@@ -140,11 +136,7 @@ def _shape(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int]:
 
 
 def _sizes(modules: Sequence[nn.Module], layout: Layout) -> tuple[int, int, int]:
-    """Bytes of a weight, of its factor and of its input's.
-
-    Each is aligned as a tensor of its own would be: with one factor 4 bytes behind the other, cuBLAS refuses
-    the product in the words that it has for pointers that are not aligned
-    (github.com/pytorch/pytorch/issues/141749).
-    """
+    """Bytes of a weight, its factor and its input's, each aligned as cuBLAS wants it
+    (pytorch/issues/141749)."""
     rows, columns = _shape(modules, layout)
     return rows * columns, 4, 4

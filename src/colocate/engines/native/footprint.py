@@ -58,13 +58,8 @@ def least_kv_tokens(workload: Workload) -> int:
 def rollout_rows(
     shapes: ModelShapes, workload: Workload, room_bytes: int | None = None
 ) -> tuple[list[MemoryRow], int]:
-    """The rows of a rollout, and the tokens of its KV cache.
-
-    The cache is as large as the rollout can use, or as the room allows if that is less.
-
-    Args:
-        room_bytes: device memory that the rest of the run leaves; None: without limit.
-    """
+    """The rows of a rollout, and the tokens of its KV cache, as large as the rollout can use or `room_bytes`
+    allow (None: without limit)."""
     per_token = shapes.kv_bytes_per_token(workload.kv_dtype)
     others, scratch = _prefill_rows(shapes, workload), workload.decode_scratch_bytes
     in_8bit, usable = _8bit_rows(shapes, workload), None

@@ -120,14 +120,8 @@ class ModelRunner:
         return torch.cat(logits)
 
     def decode(self, batch: DecodeBatch, num_rows: int, *, max_context_len: int) -> Tensor:
-        """Feed the last tokens of rows 0 .. num_rows - 1 to the model.
-
-        Args:
-            max_context_len: tokens of the longest of these rows, the one fed now included.
-
-        Returns:
-            The normed hidden states that the head reads, [num_rows, hidden].
-        """
+        """Feed the last tokens of rows 0 .. num_rows - 1 to the model, the longest with `max_context_len`
+        tokens, and return the normed hidden states that the head reads, [num_rows, hidden]."""
         rows = slice(0, num_rows)
         self.backend.begin_step(batch, rows, self.cache.page_size)
         context = DecodeContext(batch, num_rows, max_context_len)

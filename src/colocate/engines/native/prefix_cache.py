@@ -57,13 +57,8 @@ class PrefixCache:
         return names
 
     def find(self, names: Sequence[bytes], num_tokens: int, num_held: int = 0) -> list[int]:
-        """Pages for the beginning of `num_tokens` tokens, without the last token, which is always computed:
-        what follows is drawn from its logits.
-
-        Args:
-            names: those of the tokens' full pages.
-            num_held: leading pages that are there already, and not looked for.
-        """
+        """Pages, named `names`, for the beginning of `num_tokens` tokens without the last one, from whose
+        logits is drawn what follows; `num_held` leading pages are there already."""
         return self.pool.find(names[num_held : (num_tokens - 1) // self.page_size])
 
     def enter(self, names: Sequence[bytes], pages: Sequence[int]) -> None:

@@ -106,14 +106,8 @@ class Sampler:
 
 
 def choose(candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose among the candidates of all ranks, the first of equals.
-
-    Args:
-        candidates: [t, B, 4], what `Sampler.candidates` returned on each rank.
-
-    Returns:
-        Tokens [B] int64 and their log-probabilities [B] float32, as of `Sampler`.
-    """
+    """Choose among the `Sampler.candidates` of all ranks, [t, B, 4], the first of equals: tokens [B] int64
+    and their log-probabilities [B] float32."""
     scores, tokens, logits, totals = candidates.unbind(dim=-1)
     winner = scores.argmax(dim=0, keepdim=True)
     logprobs = logits.gather(0, winner)[0] - totals.logsumexp(dim=0)
@@ -161,16 +155,8 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
 
 
 def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw by Gumbel-max, first a block and then a token of it.
-
-    Args:
-        logits: [B, V].
-        block_noise: [B, blocks], blocks = ceil(V / BLOCK_SIZE).
-        token_noise: [B, tokens of a block], min(BLOCK_SIZE, V).
-
-    Returns:
-        The largest noisy log-sum-exp of a block [B], tokens [B], and the log-sum-exp of all logits [B].
-    """
+    """Draw by Gumbel-max a block and then its token: the largest noisy log-sum-exp of a block, the token, and
+    the log-sum-exp of all logits, each [B]."""
     num_rows, vocab_size = logits.shape
     num_blocks, block_size = block_noise.shape[1], token_noise.shape[1]
     padding = num_blocks * block_size - vocab_size

@@ -256,15 +256,8 @@ class Scheduler:
         ]
 
     def _try_start(self, sequence: Sequence, admission: Admission, *, force: bool) -> bool:
-        """Give a waiting sequence its pages, and note the prefills and copies that it needs.
-
-        Args:
-            force: nothing runs, so the retained prompts of other groups may be dropped for it, and the pages
-                of sequences that do not run may be taken away.
-
-        Returns:
-            False, with nothing changed except those, if too few pages are free.
-        """
+        """Give a waiting sequence its pages, and note its prefills and copies; False, with nothing changed
+        but what `force` drops (retained prompts, idle pages; nothing runs), if too few are free."""
         if sequence.is_fresh:
             start = self._start_fresh
         else:

@@ -166,13 +166,8 @@ class TensorParallel(OneRank):
 
 
 def joined_groups(prompts: Sequence[Prompt], max_tokens: int) -> list[Prompt]:
-    """The prompts, with groups that ranks share put together again, so that their prompt is read once.
-
-    Only neighbours are joined, so the completions keep their order.
-
-    Args:
-        max_tokens: the rollout's limit of completion tokens.
-    """
+    """The prompts, with groups that ranks share (neighbours, so that completions keep their order) put
+    together again, so that their prompt is read once."""
     joined: list[Prompt] = []
     for prompt in prompts:
         last = joined[-1] if joined else None

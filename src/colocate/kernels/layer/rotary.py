@@ -92,23 +92,9 @@ def rotate_and_store(
     num_kv_heads: int,
     offset: float | None = None,
 ) -> None:
-    """Norm and rotate queries and keys in place, and write keys and values to their pages.
-
-    Args:
-        qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
-            replaced by their rotated selves; with a cache in 8 bits keys and values by what was stored.
-        cos, sin: [max_len, D] in the model's type, contiguous.
-        positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one, so that none
-            reads outside the tables.
-        slots: [T], page * page_size + offset in the page; negative: nothing is stored for this token.
-        q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
-        eps: of those norms.
-        k_cache, v_cache: [num_pages, K, page_size, D], contiguous but for the first dimension; or e4m3, with
-            exponents behind each head's values (`e4m3.exponents_of`).
-        num_heads: H.
-        num_kv_heads: K.
-        offset: added to the norms' weights; see `definitions.rms_norm`.
-    """
+    """`TorchBackend.rotate_and_store`: rotated in place; with a cache in 8 bits keys and values are replaced
+    by what was stored, and positions past the tables' last row read that one. A token's part is
+    contiguous."""
     num_tokens, num_rows, head_dim = qkv.shape
     page_size = k_cache.shape[2]
     assert num_rows == num_heads + 2 * num_kv_heads, f"{num_rows} is not {num_heads} + 2 * {num_kv_heads}"

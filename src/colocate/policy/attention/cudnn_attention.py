@@ -76,14 +76,8 @@ def workspace_bytes(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of each run of queries over its run of keys.
-
-    Args:
-        q: [T, H, D]; k, v: [S, K, D] with K dividing H.
-
-    Returns:
-        [T, H, D] and the log-sum-exp of the scores, [H, T] float32.
-    """
+    """Attention [T, H, D] of each run of queries [T, H, D] over its run of keys [S, K, D], K dividing H, and
+    the log-sum-exp of the scores, [H, T] float32."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -27,15 +27,7 @@ _MAX_SCORES = 2**25
 def forward(
     q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Each run's queries attend to its keys.
-
-    Args:
-        q: [T, H, D]; k, v: [T', K, D] with K dividing H.
-        window: as for `attention`; only causal runs have one.
-
-    Returns:
-        [T, H, D] and the log-sum-exp of the scores, [H, T] in float32 (float64 for float64).
-    """
+    """`attention` of each run's queries over its keys; only causal runs have a window."""
     num_heads = q.shape[1]
     attend = _flash_forward if q.device.type == "cpu" else _plain_forward
     out = torch.zeros_like(q)

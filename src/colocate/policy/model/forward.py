@@ -94,14 +94,8 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def router_loss_coef(model: nn.Module, asked: float | None) -> float:
-    """The weight of the router's loss, by TRL's rule: `asked`, or else what the model's configuration says.
-
-    Args:
-        asked: `router_aux_loss_coef`; None leaves it to the model, 0 turns the loss off.
-
-    Returns:
-        0.0 for a model that has no such loss.
-    """
+    """The weight of the router's loss by TRL's rule: `asked` (0 turns it off), else the configuration's; 0.0
+    for a model without such a loss."""
     lm = causal_lm(model)
     config = lm.config.get_text_config()
     coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked

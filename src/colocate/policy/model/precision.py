@@ -92,15 +92,9 @@ def four_bit_config(
     double_quantized: bool = False,
     storage: str | None = None,
 ) -> BitsAndBytesConfig:
-    """How a model is put into 4 bits while it loads.
-
-    Args:
-        compute_dtype: the type in which the weights are multiplied: that of the model's other weights. None:
-            float32.
-        quant_type: "nf4" or "fp4".
-        double_quantized: whether the scales of the weights are quantised, too.
-        storage: the type of the tensors that hold the bits. None: uint8.
-    """
+    """The configuration by which a model is put into 4 bits while it loads: `quant_type` is "nf4" or "fp4",
+    `compute_dtype` the type that multiplies (None: float32), `storage` that which holds the bits (None:
+    uint8)."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

@@ -48,12 +48,9 @@ class Masters:
         """This rank's rows of float32 parameters, their own masters; empty without shards."""
 
     def make(self, originals: Mapping[str, Tensor], splits: Mapping[str, Split]) -> None:
-        """Make the masters of bf16 parameters, and with shards this rank's rows of float32 parameters.
-
-        Args:
-            originals: by name, what the weights were before a cast to bf16; they become the masters.
-            splits: by name, how the weights are split; parameters without an entry are whole.
-        """
+        """Make the masters of bf16 parameters from `originals`, the weights before the cast, where there are
+        such; with shards this rank's rows of float32 parameters. `splits`: how weights are split; others are
+        whole."""
         for name, parameter in self._parameters.items():
             is_low = parameter.dtype in (torch.bfloat16, torch.float16)
             weights = parameter.detach()
@@ -165,11 +162,8 @@ class MasterShards:
         return tensor[Rows(len(tensor), self._num_ranks).of(self._rank)]
 
     def reduce(self, gradients: dict[str, Tensor], divisor: int) -> Iterator[tuple[str, Tensor]]:
-        """Sum gradients over the ranks and yield this rank's rows of each, divided by `divisor`.
-
-        Args:
-            gradients: contiguous, float32, by name; emptied on the way, so that they can be freed one by one.
-        """
+        """Sum contiguous float32 gradients over the ranks, emptying the mapping on the way, and yield this
+        rank's rows of each, divided by `divisor`."""
         small: list[str] = []
         for name in list(gradients):
             if self._travels_alone(gradients[name]):

@@ -72,12 +72,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 
 def check_optimizer(name: str, optim_args: str | None, target_modules: object) -> None:
-    """Refuse optimizer options that transformers would ignore, or fail on in the middle of a run.
-
-    Args:
-        optim_args: arguments of the optimizer, like "momentum=0.9,nesterov=true".
-        target_modules: `optim_target_modules`.
-    """
+    """Refuse optimizer options that transformers would ignore, or fail on in the middle of a run."""
     if name in REFUSED_OPTIMIZERS:
         raise ValueError(f"optim={name!r} is not supported: {REFUSED_OPTIMIZERS[name]}.")
     if not isinstance(optim_args, str | None):

@@ -196,12 +196,8 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def add_gradient(self, parameter: Tensor, value: Tensor) -> None:
-        """Add to a parameter's gradient, float32.
-
-        Args:
-            value: shaped as the parameter lies in memory (`storage_of`); it may be kept, and must not be
-                changed any more.
-        """
+        """Add `value`, float32 and shaped as the parameter lies in memory (`storage_of`), to its gradient; it
+        may be kept and must not be changed any more."""
         name = self._names[id(parameter)]
         if self._shards is None:
             master = self._masters.of_low[name]
@@ -448,12 +444,8 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_tensors(self, found: Shapes, read: Read, data: Mapping[str, Any]) -> None:
-        """Restore `tensors` and `data`, of any number of ranks, the model's parameters included.
-
-        Args:
-            found: shapes and types of what was saved.
-            read: reads it into tensors of these names.
-        """
+        """Restore `tensors` and `data`, of any number of ranks, parameters included: `found` are shapes and
+        types of what was saved, `read` reads it into tensors of these names."""
         mesh, leaves = self._mesh or Mesh(None), self._masters.leaves
         changed = changed_since(data["hyperparameters"], self._hyperparameters, self.scheduler)
         self._host.fetch()

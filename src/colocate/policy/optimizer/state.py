@@ -78,11 +78,7 @@ def names_by_index(optimizer: Optimizer, leaves: Mapping[str, nn.Parameter]) -> 
 def tensors_of(
     optimizer: Optimizer, leaves: Mapping[str, nn.Parameter], places: Mapping[str, StatePlacement], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """All tensors of the state by name.
-
-    Args:
-        leaves: this rank's rows by parameter name, which the optimizer steps on.
-    """
+    """All tensors of the state by name; `leaves` are this rank's rows, on which the optimizer steps."""
     tensors: dict[str, Tensor] = {}
     maps = quantization_maps(optimizer)
     for name, leaf in leaves.items():
@@ -194,11 +190,8 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 def tensors_of_whole(
     saved: Mapping[str, Any], names: list[str], maps: list[Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the numbers by name of a `PolicyOptimizer.state_dict`, which has the whole state.
-
-    Args:
-        maps: the `quantization_maps` of an optimizer of the same class.
-    """
+    """The tensors and the numbers by name of a `PolicyOptimizer.state_dict`, which has the whole state;
+    `maps` are the `quantization_maps` of an optimizer of the same class."""
     tensors: dict[str, Tensor] = {f"weights/{name}": weights for name, weights in saved["weights"].items()}
     numbers: dict[str, Any] = {}
     for name, key, value in _entries(saved["optimizer"]["state"], names):

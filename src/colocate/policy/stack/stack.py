@@ -108,11 +108,8 @@ class DecoderStack:
         return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
     def hidden_states(self, pack: Pack, policy: ActivationPolicy, counts: WorkCounts | None = None) -> Tensor:
-        """The normed last hidden states that predict completion tokens, [N, hidden], differentiable.
-
-        Args:
-            counts: where layers are counted, those of the backward pass, too.
-        """
+        """The normed last hidden states that predict completion tokens, [N, hidden]; `counts` counts
+        layers."""
         counts = counts or WorkCounts()
         x = self.embedded(pack)
         tables = self.rotary_tables(x, pack)
