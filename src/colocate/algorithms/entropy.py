@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from colocate.options.requirements import NOT_NEGATIVE
 from colocate.reporting.run_log import reserve_metrics
 
 reserve_metrics("entropy_coef")
+
+
+@dataclass
+class EntropyOptions:
+    """The options of adaptive control."""
+
+    # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The smallest `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
+    """The largest `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_coef_delta: Annotated[float, NOT_NEGATIVE] = 0.005
+    """How far one optimizer step moves `entropy_coef` with use_adaptive_entropy=True."""
+    entropy_target: Annotated[float, NOT_NEGATIVE] = 0.2
+    """Mean entropy per token, in nats, at or below which the bonus acts with use_adaptive_entropy=True."""
 
 
 class EntropyController:

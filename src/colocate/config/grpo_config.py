@@ -20,6 +20,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 
 from colocate.algorithms.advantages import AdvantageOptions
+from colocate.algorithms.entropy import EntropyOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.config.batch_sizes import derive_batch_sizes
 from colocate.config.honoured import (
@@ -35,7 +36,7 @@ from colocate.config.nested import check_accelerator_config, read_engine_kwargs,
 from colocate.config.rollout_precision import resolve_correction
 from colocate.data.encoding import check_template_arguments
 from colocate.engines.native.options import NativeOptions
-from colocate.engines.options import EngineOptions
+from colocate.engines.options import EngineOptions, SamplingOptions
 from colocate.engines.registry import OLDER_NAMES, engine_of
 from colocate.engines.trtllm.options import TRTLLMOptions
 from colocate.engines.vllm.options import VLLMOptions
@@ -52,13 +53,9 @@ from colocate.options.requirements import (
     INTERVAL,
     NOT_NEGATIVE,
     PORT,
-    POSITIVE,
     SECONDS,
-    SHARE,
-    TEMPERATURE,
     TIMEOUT,
     OneOf,
-    Requirement,
     check_choice,
     check_range,
     choices_of,
@@ -75,11 +72,10 @@ logger = logging.getLogger(__name__)
 
 _Record = TypeVar("_Record")
 
-_TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
-
 
 @dataclass(repr=False)
 class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
+    SamplingOptions,
     NativeOptions,
     VLLMOptions,
     ServerOptions,
@@ -91,6 +87,7 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     TurnOptions,
     JournalOptions,
     AdvantageOptions,
+    EntropyOptions,
     ObjectiveParams,
     TrainingArguments,
 ):
@@ -145,26 +142,6 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 
-    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
-
-    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
-    """What the logits are divided by, both when completions are sampled and when they are trained on."""
-    top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
-    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
-    all."""
-    top_k: Annotated[int | None, _TOP_K, IN_COMPLETIONS] = 0
-    """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
-    min_p: Annotated[float | None, FRACTION, IN_COMPLETIONS] = None
-    """Never sample a token that is less likely than this times the most likely one."""
-    repetition_penalty: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
-    """Above 1, makes tokens that are already in the prompt or completion less likely."""
-    generation_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
-    """Arguments of generation. temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens set
-    the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
-    end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
-    such as num_beams, makes engine="auto" choose "transformers"."""
-
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
     sync_ref_model: bool = False
@@ -176,14 +153,6 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     """Optimizer steps between two moves of the reference model."""
     mask_truncated_completions: Annotated[bool, IN_COMPLETIONS] = False
     """Leave completions that reached `max_completion_length` out of the loss."""
-    entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
-    """The smallest `entropy_coef` with use_adaptive_entropy=True."""
-    entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
-    """The largest `entropy_coef` with use_adaptive_entropy=True."""
-    entropy_coef_delta: Annotated[float, NOT_NEGATIVE] = 0.005
-    """How far one optimizer step moves `entropy_coef` with use_adaptive_entropy=True."""
-    entropy_target: Annotated[float, NOT_NEGATIVE] = 0.2
-    """Mean entropy per token, in nats, at or below which the bonus acts with use_adaptive_entropy=True."""
     router_aux_loss_coef: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight of a mixture of experts' load-balancing loss. None: the model's own weight. 0: no such loss."""
 

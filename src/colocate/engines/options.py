@@ -1,4 +1,4 @@
-"""`EngineOptions`: the options that several engines read; every engine's record extends it."""
+"""Options that several engines read: every engine's record extends `EngineOptions`; and those of sampling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from colocate.engines.registry import ENGINE_CHOICES
-from colocate.options.requirements import AT_LEAST_ONE, FEW, IN_COMPLETIONS, OneOf
+from colocate.options.requirements import (
+    AT_LEAST_ONE,
+    FEW,
+    FRACTION,
+    IN_COMPLETIONS,
+    POSITIVE,
+    SHARE,
+    TEMPERATURE,
+    OneOf,
+    Requirement,
+)
+
+TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
 
 
 @dataclass
@@ -37,3 +49,28 @@ class EngineOptions:
     engine_kwargs: dict[str, Any] | None = None
     """Options of an engine that another distribution brings, by their names; the engines named above have
     theirs among the options of a run."""
+
+
+@dataclass
+class SamplingOptions:
+    """The options that `SamplingParams` are made of."""
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
+    temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
+    """What the logits are divided by, both when completions are sampled and when they are trained on."""
+    top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
+    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
+    all."""
+    top_k: Annotated[int | None, TOP_K, IN_COMPLETIONS] = 0
+    """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
+    min_p: Annotated[float | None, FRACTION, IN_COMPLETIONS] = None
+    """Never sample a token that is less likely than this times the most likely one."""
+    repetition_penalty: Annotated[float, POSITIVE, IN_COMPLETIONS] = 1.0
+    """Above 1, makes tokens that are already in the prompt or completion less likely."""
+    generation_kwargs: Annotated[dict[str, Any] | None, IN_COMPLETIONS] = None
+    """Arguments of generation. temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens set
+    the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
+    end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
+    such as num_beams, makes engine="auto" choose "transformers"."""
