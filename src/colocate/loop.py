@@ -33,7 +33,8 @@ from colocate.types import Sample
 
 
 class Face(Protocol):
-    """What the loop calls on the object that started it, `GRPOTrainer`, whose subclasses may override it."""
+    """The methods that the loop calls on the object that started it, `GRPOTrainer`, whose subclasses may
+    override it."""
 
     def note_request(self, request: RolloutRequest) -> None:
         """Called before a generation batch is completed by the engine."""

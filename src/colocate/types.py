@@ -80,7 +80,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine generated for one member of one prompt's group.
+    """The completion that an engine has generated for one member of one prompt's group.
 
     Example: a space, "4" and the stop token, drawn with probabilities 0.98, 0.9 and 0.8 after five updates:
 
@@ -147,7 +147,7 @@ class Sample:
     """Samples with an equal key have the same prompt, which training then computes once for all of them that
     share a micro-batch. A sample without a key (None) shares its prompt with no other."""
     fork: tuple[int, int, int] | None = None
-    """For a row of an episode whose rows have much more in common than the prompt: the prompt's key, the
+    """Set for a row of an episode whose rows have much more in common than the prompt: the prompt's key, the
     episode's number in its group, and how many tokens all its rows begin with. Samples of one fork share
     these tokens in training, instead of the prompt with all of the group."""
 

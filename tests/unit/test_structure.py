@@ -108,7 +108,11 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_name_their_subjects():
-    fragment = re.compile(r"^(Of|Likewise|The same|Those|Whose)\b|\b[Ll]ikewise\b")
+    fragment = re.compile(
+        r"^(Likewise|The same|Those|Whose|What|Who|Its|It|That|None:|See|While|Since|"
+        r"Of|In|By|To|For|With|Within|Without|At|On|As|Between|Among|Behind|Before|After|Over|Under|Up to|"
+        r"Beside|Besides|Per|Through|During|Into|Against)\b|\b[Ll]ikewise\b"
+    )
     found = [
         f"{module}:{line}: {text.splitlines()[0]}"
         for module, path in modules().items()

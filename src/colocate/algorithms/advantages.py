@@ -17,12 +17,12 @@ STD_OFFSET = 1e-4
 
 @dataclass
 class AdvantageOptions:
-    """What advantages depend on besides the rewards."""
+    """The options on which advantages depend, besides the rewards."""
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 
     scale_rewards: Annotated[str | bool, OneOf(ADVANTAGES), IN_COMPLETIONS] = "group"
-    """What a reward's distance from its group's mean is divided by: the standard deviation of the "group" (or
+    """The divisor of a reward's distance from its group's mean: the standard deviation of the "group" (or
     True) or of the "batch", that "mean" (MaxRL, arXiv:2602.02710), or nothing with "none" (or False)."""
     multi_objective_aggregation: Annotated[str, OneOf(AGGREGATIONS), IN_COMPLETIONS] = "sum_then_normalize"
     """Whether rewards are normalised as a weighted sum, or each reward function by itself and then summed

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, ratios: Tensor | None = None) -> Tensor:
-    """Per-token estimate of KL(π_θ ‖ π_ref): the k3 estimator, optionally with bias correction.
+    """Estimate per token of KL(π_θ ‖ π_ref): the k3 estimator, optionally with bias correction.
 
     With d = log π_ref(y_t) − log π_θ(y_t), k3 = exp(d) − d − 1 ≥ 0 ("Approximating KL Divergence", John
     Schulman, 2020, joschu.net/blog/kl-approx.html; used by GRPO, arXiv 2402.03300, equation 4). Its value

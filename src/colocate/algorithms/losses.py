@@ -70,7 +70,8 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a surrogate sees of a micro-batch: B sequences, the longest of T tokens. Masked entries are 0."""
+    """The inputs of a surrogate, of a micro-batch: B sequences, the longest of T tokens. Masked entries are
+    0."""
 
     policy_logprobs: Tensor
     """log π_θ of the tokens, [B, T], with gradient."""

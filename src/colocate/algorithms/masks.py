@@ -1,4 +1,4 @@
-"""What is left out of the policy loss: off-policy sequences, and tokens of low entropy."""
+"""Masks of the policy loss: off-policy sequences, and tokens of low entropy."""
 
 from __future__ import annotations
 

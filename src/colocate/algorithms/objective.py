@@ -24,7 +24,7 @@ reserve_metrics("entropy", "entropy_trained", "kl", "policy_loss")
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What the loss knows of a micro-batch besides the policy's own outputs.
+    """The inputs of the loss for a micro-batch, besides the policy's own outputs.
 
     The longest completion has T tokens; shorter ones are padded on the right with mask 0. Masked entries are
     never read, so padding may hold anything, NaN included.

@@ -87,8 +87,8 @@ def _connect(given: str, namespace: str, stack: ExitStack) -> bool:
 
 @contextmanager
 def _listening_to_itself() -> Iterator[None]:
-    """Within, a cluster that Ray starts listens on the loopback address alone, as on Windows and macOS. On
-    Linux all its ports are open to other machines, and whoever reaches them runs code here."""
+    """Let a cluster that Ray starts within the context listen on the loopback address alone, as on Windows
+    and macOS. On Linux all its ports are open to other machines, and whoever reaches them runs code here."""
     from ray._private import ray_constants
 
     before, was_enabled = os.environ.get(_OTHER_NODES), getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
@@ -148,7 +148,8 @@ def places(ask: ClusterRequest, name: str, *, is_embedded: bool) -> Iterator[tup
 
 
 def _arithmetic(ask: ClusterRequest, is_ready: Sequence[bool]) -> str:
-    """What is asked, there and free; placement groups that have their share already count as free."""
+    """A table of resources asked for, there and free; placement groups that have their share already count as
+    free."""
     import ray
 
     free, parts = ray.available_resources(), []

@@ -30,7 +30,7 @@ class Ending:
     code: int
     """The exit code, 128 + N after signal N."""
     text: str = ""
-    """Who ended, how, and its last lines."""
+    """The process that ended, how, and its last lines."""
     was_lost: bool = False
     """The process was killed or has crashed, or its node is gone: not an error that must come again."""
     has_words: bool = True
@@ -59,7 +59,7 @@ class Process:
     size: Size = None
     pid, url = 0, ""
     fault = ""
-    """What it was killed for by this run, as messages say it."""
+    """The reason for which this run killed it, as messages say it."""
 
     def __init__(self, name: str, seat: Mapping[str, Any], output: str = "") -> None:
         self.name, self._seat, self._output = name, seat, output
@@ -159,6 +159,6 @@ def run_directory() -> str | None:
 
 
 def _brief(error: Exception) -> str:
-    """What Ray says of a death, whose end names the cause, on one line."""
+    """Ray's words about a death, whose end names the cause, on one line."""
     text = " ".join(redacted(str(error)).split())
     return text if len(text) <= 600 else f"{text[:200]} … {text[-400:]}"

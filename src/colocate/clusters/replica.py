@@ -34,7 +34,7 @@ class Replica(Process):
     own. What it says is appended to its log."""
 
     is_ready = False
-    """It has answered since it was last started."""
+    """Whether it has answered since it was last started."""
 
     def __init__(self, number: int, seat: Mapping[str, Any], beside: Sequence[Process], log: Path) -> None:
         super().__init__(f"replica {number}", seat, f", of {log}")

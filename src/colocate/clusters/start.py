@@ -58,7 +58,7 @@ class Start:
         ]
 
     def _seats_beside(self) -> list[tuple[dict[str, Any], list[Rank]]]:
-        """For each colocated replica Ray's options of its actor, and the ranks whose GPUs it has."""
+        """Ray's options of each colocated replica's actor, and the ranks whose GPUs it has."""
         ask = self._ask
         try:
             slices = cut([*map(nodes_of, self._groups)], ask.replica_size, ask.num_replicas, ask.kinds[0])
@@ -129,8 +129,8 @@ class Start:
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))
 
     def variables(self, number: int) -> dict[str, str]:
-        """What torchrun would tell a rank, the GPUs of the node's ranks, which all of them see (LOCAL_RANK is
-        the number of a rank's own), and where the servers are."""
+        """The variables that torchrun would set, the GPUs of the node's ranks, which all of them see
+        (LOCAL_RANK is the number of a rank's own), and where the servers are."""
         places, per_node = [rank.place for rank in self.ranks], self._ask.ranks_per_node
         first = number - number % per_node
         gpu_ids = [gpu for place in places[first : first + per_node] for gpu in place.gpu_ids]

@@ -134,7 +134,7 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     """Shares of the prompts by the value of the dataset's column `dataset`, such as {gsm8k: 0.7, math: 0.3};
     they sum to 1. None: every row is visited equally often. A run file's `datasets` set it."""
     share_prompts: bool = True
-    """In training, compute a group's prompt once for all of its completions in a micro-batch. False: once for
+    """Compute a group's prompt once for all of its completions in a micro-batch of training. False: once for
     each completion, as TRL does."""
     offload_scorers: bool = False
     """Keep the weights of reward models, and of the reference in full fine-tuning, in pinned host memory
@@ -174,7 +174,7 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     """True, or the strategies of FSDP's older form ("full_shard auto_wrap"). Read as `shard` ("auto", or 1
     where the weights are not to be split); FSDP itself is not used."""
     fsdp_config: dict[str, Any] | str | None = None
-    """What goes with `fsdp`, as a mapping or a JSON file; `reshard_after_forward` decides about `shard`."""
+    """The settings of `fsdp`, as a mapping or a JSON file; `reshard_after_forward` decides about `shard`."""
 
     # ── Accepted so that existing scripts run, or refused: `honoured.py` says which and why ──────────────
 

@@ -82,9 +82,9 @@ class RunConfig:
     eval_dataset_name: str | None = None
     """Another dataset whose split "train" is evaluated on. None: `dataset_test_split` of `dataset_name`."""
     eval_dataset_options: dict[str, Any] = field(default_factory=dict)
-    """What `dataset_options` is to `dataset_name`, for `eval_dataset_name`: such as another seed of a
-    generated task. Its problem i is drawn by seed + i, so seeds must be further apart than there are
-    problems, or both have the same ones."""
+    """The `dataset_options` of `eval_dataset_name`: such as another seed of a generated task. Its problem i
+    is drawn by seed + i, so seeds must be further apart than there are problems, or both have the same
+    ones."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Several datasets instead of dataset_name: in a file, mappings with name and, as far as they are needed,
     label, config, split, weight, options, and prompt_column, prompt_template, system_prompt, columns and
@@ -108,7 +108,7 @@ class RunConfig:
     max_rows: Annotated[int | None, AT_LEAST_ONE] = None
     """Train on the first rows of each dataset, this many at most. None: all."""
     max_eval_rows: Annotated[int | None, AT_LEAST_ONE] = None
-    """What `max_rows` is to training, for the data that is evaluated on."""
+    """Evaluate on the first rows, this many at most. None: all."""
     min_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
     """Leave out rows whose prompt has fewer tokens, chat template included. The run says how many there
     are."""

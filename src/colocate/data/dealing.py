@@ -56,7 +56,7 @@ def deal(
 
 @dataclass(eq=False)
 class _Hand:
-    """What a rank has: its tokens, and its part of each group by the group's number."""
+    """A rank's tokens, and its part of each group by the group's number."""
 
     num_tokens: int = 0
     parts: dict[int, list[int]] = field(default_factory=dict)

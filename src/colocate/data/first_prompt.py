@@ -1,4 +1,4 @@
-"""What one prompt, as the model will read it, tells of faults that a whole run would have."""
+"""Faults of a whole run that one prompt shows, as the model will read it."""
 
 from __future__ import annotations
 

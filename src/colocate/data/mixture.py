@@ -31,7 +31,7 @@ class DatasetEntry:
     """
 
     name: str
-    """What `load_prompts` loads: a name on the Hub, a file, a directory or "reasoning_gym:<task>"."""
+    """The source of `load_prompts`: a name on the Hub, a file, a directory or "reasoning_gym:<task>"."""
     label: str = ""
     """The name in the column `dataset` and in metrics of evaluation; "": the last part of `name`."""
     config: str | None = None

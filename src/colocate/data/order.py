@@ -16,7 +16,7 @@ from colocate.options.values import shown
 SOURCE_COLUMN = "dataset"
 """The column of a mixture that names the dataset of each row."""
 _SMALLEST_WEIGHT = 1e-6
-"""As an epoch has a row of each dataset, it has 1 / weight rows."""
+"""The least weight: as an epoch has a row of each dataset, it has 1 / weight rows."""
 
 
 class RowOrder(Protocol):

@@ -15,7 +15,8 @@ from colocate.types import Completion, Prompt, SamplingParams
 
 
 class EngineLost(RuntimeError):
-    """What generates is gone, or of no use any more: another engine can do what it was asked to."""
+    """Raised where the server that generates is gone, or of no use any more: another engine can do what it
+    was asked to."""
 
 
 class RolloutEngine(Protocol):
@@ -94,7 +95,7 @@ class RolloutEngine(Protocol):
         ...
 
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
-        """What a turn under way has drawn so far, for those who show it as it grows.
+        """The tokens that a turn under way has drawn so far, for those who show it as it grows.
 
         Returns:
             The turn's tokens from number `start` on, and their log-probs (None: the engine cannot tell). No

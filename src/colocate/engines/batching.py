@@ -33,7 +33,7 @@ _TIMES_OWN_NOISE = 3.0
 
 @dataclass(frozen=True)
 class _Tried:
-    """What came of one batching: the mean |difference| in nats per token, or why there is none."""
+    """The result of one batching: the mean |difference| in nats per token, or why there is none."""
 
     difference: float
     error: Exception | None = None

@@ -10,17 +10,17 @@ _MEAN_NOISE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _LEAST_NOISE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 0.02}
 _TF32_NOISE = 1e-2
 _8BIT_NOISE = 0.1
-"""What rollouts in 8 bits may be off: with a small model they were 0.008 ("fp8_kv") and 0.015 ("fp8") apart
-from its trainer."""
+"""The distance by which rollouts in 8 bits may be off: with a small model they were 0.008 ("fp8_kv") and
+0.015 ("fp8") apart from its trainer."""
 
 
 class Rounding(NamedTuple):
     """Bounds of a mean |difference| of log-probs in nats per token."""
 
     least: float
-    """What rounding explains, however little was measured of it."""
+    """The distance that rounding explains, however little was measured of it."""
     most: float
-    """What it never exceeds."""
+    """The distance that rounding never exceeds."""
 
 
 def rounding_of(dtype: torch.dtype, device: torch.device) -> Rounding:

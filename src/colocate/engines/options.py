@@ -28,13 +28,13 @@ class EngineOptions:
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     engine: Annotated[str, OneOf(names=ENGINE_CHOICES)] = "auto"
-    """What generates the completions. "native": decodes with the trainer's own parameters (supported
-    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "rollout_server": a
-    server on other GPUs or machines, of the native engine or of vLLM (`colocate rollout-serve`); also written
-    "vllm_server". "trtllm": TensorRT-LLM on the ranks' GPUs, with
-    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the
-    server with use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm"
-    if not and use_vllm=True, and "transformers" in all other cases."""
+    """The engine that generates the completions. "native": decodes with the trainer's own parameters
+    (supported natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process.
+    "rollout_server": a server on other GPUs or machines, of the native engine or of vLLM (`colocate
+    rollout-serve`); also written "vllm_server". "trtllm": TensorRT-LLM on the ranks' GPUs, with --launcher
+    ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the server with
+    use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm" if not and
+    use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
     engine="vllm" that engine's own default. With engine="rollout_server" it is the number of requests, for a
@@ -59,7 +59,7 @@ class SamplingOptions:
 
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     temperature: Annotated[float, TEMPERATURE, IN_COMPLETIONS] = 1.0
-    """What the logits are divided by, both when completions are sampled and when they are trained on."""
+    """The divisor of the logits, both when completions are sampled and when they are trained on."""
     top_p: Annotated[float | None, SHARE, IN_COMPLETIONS] = 1.0
     """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
     all."""

@@ -53,7 +53,7 @@ def derived_seed(*numbers: int, num_bits: int) -> int:
 
 
 def turn_key(key: int, turn: int) -> int:
-    """What stands for a prompt's key in the draws of a turn, so that each turn of an episode has its own.
+    """A stand-in for a prompt's key in the draws of a turn, so that each turn of an episode has its own.
 
     The first turn (0) has the prompt's key itself.
     """

@@ -1,1 +1,1 @@
-"""What happens between a prompt and its reward when a completion has several turns."""
+"""Episodes: the turns, tools and environments between a prompt and its reward."""

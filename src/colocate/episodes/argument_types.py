@@ -1,4 +1,4 @@
-"""What the schema of a tool says of its arguments.
+"""The types of a tool's arguments, as its schema has them.
 
 Some models write all arguments as text: only the schema says whether `75001` is a number or a postal code.
 """

@@ -1,4 +1,4 @@
-"""What a model may read of a tool or an environment: text that tokenizers take, of a bounded length."""
+"""Content of tools and environments that a model may read: text that tokenizers take, of a bounded length."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class EnvironmentPool:
         return instance
 
     def _reset_all(self, places: Sequence[tuple[str | None, int]], rows: Sequence[Any]) -> list[Any]:
-        """What `reset` has returned for each row, in its environment or else in a new one."""
+        """The result of `reset` for each row, in its environment or else in a new one."""
         outcomes = self._calls.all([self._reset_of(*pair) for pair in zip(places, rows, strict=True)])
         failed = [n for n, outcome in enumerate(outcomes) if outcome.error is not None]
         for n in failed:

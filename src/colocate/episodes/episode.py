@@ -98,7 +98,7 @@ class Episode:
     tool_s: float = 0.0
     """The seconds that these calls took together, each from the tool's beginning to its end."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """What turns have earned by themselves, by the number of the node that ended the turn."""
+    """The rewards that turns have earned by themselves, by the number of the node that ended the turn."""
     is_truncated: bool = False
     """Whether the episode was cut short. `add` sets it from the finish reason of the call that it adds; what
     ends an episode for another reason sets it anew."""
@@ -173,7 +173,7 @@ class Episode:
         return num_tokens, num_cached
 
     def returns(self) -> tuple[float, ...]:
-        """For each node, what its turn and those after it have earned by themselves."""
+        """The sum for each node of what its turn and those after it have earned by themselves."""
         rewards = [self.turn_rewards.get(number, 0.0) for number in range(len(self.nodes))]
         return tuple(itertools.accumulate(reversed(rewards)))[::-1]
 

@@ -17,7 +17,7 @@ from colocate.users_code.time_limit import TimeLimit
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call has returned or raised."""
+    """The value that a call has returned, or its error."""
 
     value: Any = None
     error: BaseException | None = None

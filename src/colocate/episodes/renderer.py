@@ -1,4 +1,4 @@
-"""Between messages and tokens: what a chat template makes of a conversation, and what its model has written.
+"""Messages become tokens by a chat template, and a model's tokens become messages.
 
 Sampled tokens are never encoded again. A later turn's context consists of what the engine already has and of
 `Renderer.bridge`: the tokens that the template puts after the assistant's stop token.
@@ -52,12 +52,12 @@ _SCHEMA = {
 
 
 class Marks(NamedTuple):
-    """What the text of a turn is divided by."""
+    """The marks that divide the text of a turn."""
 
     reasoning: tuple[str, str] | None
-    """What begins and what ends the reasoning before the answer; None: the template knows of none."""
+    """The beginning and the end of the reasoning before the answer; None: the template knows of none."""
     calls: tuple[str, ...]
-    """What the first call of a tool may begin with; nothing, if no call can be read."""
+    """The beginnings that the first call of a tool may have; none, if no call can be read."""
 
 
 class Renderer:
@@ -108,13 +108,13 @@ class Renderer:
         """Whether the template knows `reasoning_content`."""
         self._reasoning_end = reasoning_end_of(reasoned)
         self._answer_end = (self._try_text([_user(), _assistant()]) or "").rpartition(_MARK)[2]
-        """What the template puts behind an answer's text."""
+        """The text that the template puts behind an answer's."""
         self._keeps_turns = self._has_reasoning and self._keeps(_tool(_TOOL))
         """Whether the turn before a tool's message stays as it was sampled, its reasoning too."""
 
     @property
     def marks(self) -> Marks | None:
-        """What a turn can be divided by while it is still being written; None: it is only read whole."""
+        """The marks that divide a turn while it is still being written; None: it is only read whole."""
         if self._has_response_template or self._syntax is harmony:
             return None
         end = self._reasoning_end
@@ -282,7 +282,7 @@ class Renderer:
         return text.partition(stop)[0] if stop else text, stop, prefix
 
     def _sampled_end(self, end: str, after: str, last_id: int | None) -> str:
-        """What the model has sampled of that which follows a turn's text: it ends with the stop token.
+        """The sampled part of the text that follows a turn's: it ends with the stop token.
 
         Args:
             end: what the template puts behind the text where the turn is the last.

@@ -25,13 +25,13 @@ from colocate.users_code.time_limit import TimeLimit
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call has come to."""
+    """The outcome of a call."""
 
     name: str
     """The name by which the model called."""
     content: str | list[Any]
-    """What the model reads: text, or the list (of content blocks) that the tool returned. An error is the
-    text of `{"error": message}`, as TRL has it."""
+    """The content that the model reads: text, or the list (of content blocks) that the tool returned. An
+    error is the text of `{"error": message}`, as TRL has it."""
     is_failure: bool
     """Whether the call could not be made, raised or took too long."""
     latency_s: float
@@ -384,7 +384,7 @@ def _call(call: ToolCall) -> Any:
 
 
 def _text(error: BaseException) -> str:
-    """What the model reads of it: in TRL the message of an `Exception` alone."""
+    """The text that the model reads of an error: in TRL the message of an `Exception` alone."""
     if isinstance(error, Exception):
         with suppress(Exception):
             return str(error)

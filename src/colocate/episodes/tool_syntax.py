@@ -17,10 +17,10 @@ Call = dict[str, Any]
 Parts = dict[str, Any]
 """`content`, and where there are any `tool_calls` and `reasoning_content`."""
 Syntax = Callable[[str], Parts | None]
-"""What a text consists of; None: it has no call, or one that cannot be read."""
+"""The parts of a text; None: it has no call, or one that cannot be read."""
 
 REASONING = {"</think>": "<think>", "<channel|>": "<|channel>thought"}
-"""What ends a reasoning that precedes the content, and what may begin it."""
+"""The end of a reasoning that precedes the content, and its possible beginning."""
 
 
 def hermes(text: str) -> Parts | None:
@@ -77,8 +77,8 @@ def mistral(text: str) -> Parts | None:
 
 
 def deepseek(text: str) -> Parts | None:
-    """Between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` the type, `<｜tool▁sep｜>`, the name and a
-    block of JSON: DeepSeek V3; or the name, `<｜tool▁sep｜>` and JSON: V3.1."""
+    """Read between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` the type, `<｜tool▁sep｜>`, the name and
+    a block of JSON: DeepSeek V3; or the name, `<｜tool▁sep｜>` and JSON: V3.1."""
     content, _, rest = text.partition("<｜tool▁calls▁begin｜>")
     body, _, after = rest.partition("<｜tool▁calls▁end｜>")
     found = _tagged(body, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
@@ -129,7 +129,7 @@ CALL_MARKS: dict[Syntax, tuple[str, ...]] = {
     deepseek: ("<｜tool▁calls▁begin｜>",),
     llama: ('{"name"', "<|python_tag|>"),
 }
-"""What the first call of a message begins with. `harmony` is not among them: there every part has marks."""
+"""The beginnings of a message's first call. `harmony` is not among them: there every part has marks."""
 
 
 def syntax_of(rendered_call: str) -> Syntax | None:
@@ -141,7 +141,7 @@ def syntax_of(rendered_call: str) -> Syntax | None:
 
 
 def reasoning_end_of(rendered: str) -> str | None:
-    """What ends the reasoning of a turn that a chat template has rendered; None: nothing that is known."""
+    """The end of the reasoning of a turn that a chat template has rendered; None: nothing that is known."""
     return next((mark for mark in REASONING if mark in rendered), None)
 
 

@@ -20,7 +20,7 @@ class ToolCall(NamedTuple):
     name: str
     """The name that the model wrote; that of the tool's message."""
     arguments: Any
-    """What the model wrote as arguments: a dict by name, or else an error for the model to read."""
+    """The arguments that the model wrote: a dict by name, or else an error for the model to read."""
     problem: str = ""
     """Why the call cannot be made."""
 

@@ -117,7 +117,7 @@ def _explained(most: float, own: float) -> float:
 
 
 def _distance(name: str, told: Tensor, logprobs: Tensor, noise: float, rounding: str) -> str | None:
-    """What is wrong with the log-probs `told` [N] that an engine reports, or None if rounding explains their
+    """The fault of the log-probs `told` [N] that an engine reports, or None if rounding explains their
     distance from the policy's, `noise` on average."""
     difference = (told - logprobs).abs()
     difference = difference[~difference.isnan()]
@@ -141,7 +141,7 @@ def _drawn(samples: Sequence[Sample]) -> Tensor:
 
 
 def _surprise(name: str, logprobs: Tensor, entropies: Tensor) -> str | None:
-    """What is wrong with tokens, or None, given their log-probs [N] and entropies [N] under the policy."""
+    """The fault of tokens, or None, given their log-probs [N] and entropies [N] under the policy."""
     surprise = -(logprobs + entropies)
     if len(surprise) < 2:
         return None

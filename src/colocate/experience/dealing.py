@@ -32,7 +32,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class _Card:
-    """What every rank knows of a sample: all but its tensors."""
+    """The parts of a sample that every rank knows: all but its tensors."""
 
     owner: int
     """The rank that has the sample now."""

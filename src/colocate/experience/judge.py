@@ -76,7 +76,7 @@ class Rollout:
 
 
 class EpisodeFacts(NamedTuple):
-    """What all ranks learn of an episode, for their metrics."""
+    """The facts of an episode that all ranks learn, for their metrics."""
 
     key: int
     """`Prompt.key`."""
@@ -88,7 +88,7 @@ class EpisodeFacts(NamedTuple):
     tool_timeouts: int
     tool_s: float
     num_forks: int
-    """Its rows, but the first."""
+    """The number of its rows, but the first."""
     has_turn_rewards: bool
     returns: tuple[float, ...]
     """`Episode.returns`."""
@@ -102,12 +102,12 @@ class EpisodeFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankShare:
-    """What a rank tells all others of its episodes, in the one exchange that scoring has."""
+    """A rank's message to all others about its episodes, in the one exchange that scoring has."""
 
     scores: RewardTable
     facts: list[EpisodeFacts]
     prompts: list[Any]
-    """As reward functions see them, and the texts, too."""
+    """The prompts as reward functions see them; so are the texts."""
     texts: list[Any]
 
 
@@ -146,7 +146,7 @@ class _Entry:
         return (self.prompt.key, self.number, longest) if is_less else None
 
     def facts(self, policy_version: int | None) -> EpisodeFacts:
-        """What all ranks learn of the episode.
+        """The facts of the episode that all ranks learn.
 
         Args:
             policy_version: the present version; None: it has sampled all tokens.

@@ -77,7 +77,7 @@ class RefillOptions(WeightingOptions):
     groups in the steps before; all together for at most so many more batches of prompts. What is missing then
     stays as it is. 0: all groups are trained on."""
     refill_reward: str | None = None
-    """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
+    """The reward function in which the members of a group must differ, with max_refill_rounds. None: the
     weighted sum of all."""
 
 
@@ -92,7 +92,7 @@ class CarryOptions:
     ends. Their tokens may then be drawn by weights that are that many rollouts old. 0: none, all tokens are
     drawn by the weights that are trained."""
     mask_stale_tokens: Annotated[bool, IN_COMPLETIONS] = False
-    """With max_policy_lag: leave tokens that older weights have drawn out of the loss."""
+    """Leave tokens that older weights have drawn out of the loss (max_policy_lag)."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ def by_group(local: list[Item], first: int, num_groups: int, num_generations: in
 
 
 def exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """What all ranks have for this one, in the order of ranks.
+    """The elements that all ranks have for this one, in the order of ranks.
 
     Args:
         flat: what this rank has for all, in the order of ranks.

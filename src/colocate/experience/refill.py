@@ -95,7 +95,7 @@ class RefillingSelector(Selector):
         }
 
     def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
-        """See `Selector.slices`; no slices while groups are missing and rounds and prompts are left."""
+        """The slices of `Selector.slices`; none while groups are missing and rounds and prompts are left."""
         for group in rollout.groups:
             (self._dull if self._is_dull(group, rollout) else self._kept).append(group)
         self._rollouts.append(rollout)

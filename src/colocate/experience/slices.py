@@ -32,7 +32,7 @@ class SliceRows:
         self._rows.update((key, rows) for key in request.batch_keys)
 
     def of_next_step(self) -> list[list[dict[str, Any]]]:
-        """For each slice of the next optimizer step, the rows of its whole generation batch.
+        """The rows of each slice's whole generation batch, for the slices of the next optimizer step.
 
         The rows are empty for completions that were generated before the run was resumed, and for a slice
         whose completions are all on other ranks.

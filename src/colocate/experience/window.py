@@ -137,7 +137,7 @@ class TrainingWindow:
         return sum(len(entry["samples"]) for entry in state["slices"])
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits between two steps: whatever it is, the policy has moved since."""
+        """The completions that wait between two steps; the policy has moved since they were drawn."""
         slices = list({id(entry): entry for entry in self._queue}.values())
         order = [next(i for i, entry in enumerate(slices) if entry is visit) for visit in self._queue]
         return {

@@ -83,7 +83,7 @@ class Sign:
     waits: bool = False
     doing: str = ""
     remedy: str = ""
-    """See `Whereabouts`."""
+    """The place in the run, as in `Whereabouts`."""
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ _GOES_ON = (
     r"[ \t]*(?:[-+*/×÷·:：=,][ \t]*[\d(√π\\]|[\d√π^_十百千萬万億亿]|[xyz](?![A-Za-z])|[eE][-+]?\d|\(\d"
     r"|\\(?:pi|sqrt|d?frac|times|cdot|div)(?![A-Za-z]))"
 )
-"""What makes a number the beginning of something else: 2^10, 2π, 5萬, 3:4, 1 1/2."""
+"""Text that makes a number the beginning of something else: 2^10, 2π, 5萬, 3:4, 1 1/2."""
 _ANSWER = re.compile(
     rf"(?:答案(?:{_IS})?\s*[:：=]?|答(?:{_IS}\s*[:：=]?|\s*[:：=]))\s*"
     r"\*{0,2}\s*"
@@ -23,7 +23,7 @@ _ANSWER = re.compile(
 )
 """A Chinese answer: 答案是 42, 答案：$\\frac12$, 答：４２ 個. One that is no single number stands in $…$."""
 _GSM8K = "####"
-"""What GSM8K writes before the answer, at the end of the solution."""
+"""The mark that GSM8K writes before the answer, at the end of the solution."""
 
 
 def readable(text: str) -> str:

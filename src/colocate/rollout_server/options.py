@@ -35,8 +35,8 @@ class ServerOptions(EngineOptions):
     """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
     until it goes on after somebody has paused it."""
     vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
-    """What to do when the server dies or hangs, or the last of several. "error": stop the run. "wait": wait
-    until one is back, and generate again what was lost."""
+    """The reaction to the death or hanging of the server, or of the last of several. "error": stop the run.
+    "wait": wait until one is back, and generate again what was lost."""
     vllm_group_host: str | None = None
     """The address at which the server's workers reach this process for NCCL. None: the address that this
     machine has towards the server."""

@@ -38,7 +38,8 @@ def weight_parts_of(
     peft_config: Any,
     optimizers: Any,
 ) -> int:
-    """Over how many ranks each copy of the weights is split: what `shard` says, or the planner chooses."""
+    """The number of ranks over which each copy of the weights is split: what `shard` says, or the planner
+    chooses."""
     if args.shard != "auto" or accelerator.num_processes == 1:
         return args.shard if isinstance(args.shard, int) else 1
     if isinstance(model, nn.Module) and weight_part_of(model) != WHOLE:

@@ -78,7 +78,7 @@ class ChatCall(Call):
     """A request for the next message of a conversation."""
 
     messages: tuple[Message, ...]
-    """As chat templates read them: calls of tools have mappings as arguments."""
+    """The messages as chat templates read them: calls of tools have mappings as arguments."""
     tools: tuple[dict[str, Any], ...]
     """JSON schemas of the tools that the model may call."""
 

@@ -42,7 +42,7 @@ class Drawn:
     sequence: int | None = None
     """The number of the sequence, where it has ended and was kept."""
     num_cached_tokens: int | None = None
-    """See `Completion.num_cached_tokens`."""
+    """The number that `Completion.num_cached_tokens` explains."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class DrawnTurn:
     """The log-probs of these tokens; None: the engine cannot tell."""
     finish_reason: Literal["stop", "length"] | None = None
     num_cached_tokens: int | None = None
-    """See `Completion.num_cached_tokens`."""
+    """The number that `Completion.num_cached_tokens` explains."""
     shown: Message | None = None
     """The message as the caller gets it; None: the call was for text."""
     parsed: Message | None = None

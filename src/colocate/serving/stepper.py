@@ -51,7 +51,7 @@ class Stepper:
         self._driver = driver
         self._step_s = step_s
         self._doing = (time.monotonic(), CALL_S)
-        """Since when the thread does what it does, and how many seconds that may take."""
+        """The time since which the thread does what it does, and how many seconds that may take."""
         self._failure: str | None = None
         self._probed_s = 0.0
         self.num_steps = 0

@@ -42,8 +42,8 @@ class _LastResort:
 
 
 LAST_RESORT = _LastResort()
-"""That of this process. It prints where each thread is and ends the process with status 1; its thread does
-not need Python's global lock to run."""
+"""The watch of this process. It prints where each thread is and ends the process with status 1; its thread
+does not need Python's global lock to run."""
 
 
 class InterpreterWatch:

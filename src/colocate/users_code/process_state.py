@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _told: set[tuple[str, str]] = set()
-"""What was said already, by function: one that changes a thing in every step is told of once."""
+"""The changes that were told already, by function: one that changes a thing in every step is told of once."""
 _held: list[Any] = []
 """Contexts that must not be collected: their end would change the mode."""
 

@@ -77,7 +77,8 @@ class TimeLimit:
             )
 
     def interpreter_watch(self) -> InterpreterWatch:
-        """What ends the process if a function in another thread keeps this one from running for as long."""
+        """A timer that ends the process if a function in another thread keeps this one from running for as
+        long."""
         return InterpreterWatch(None if self.timeout_s is None else self.timeout_s + GRACE_S)
 
     def arm_last_resort(self) -> None:

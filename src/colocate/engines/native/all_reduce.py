@@ -29,7 +29,7 @@ from colocate.parallel.collectives import all_gather
 logger = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 256 * 2**10
-"""Up to this size a sum takes one shot, beyond it two."""
+"""The size up to which a sum takes one shot; beyond it, it takes two."""
 SYMMETRIC_BYTES = 16 * 2**20
 """Beyond this size a sum is bound by the links' bandwidth, and NCCL's. So the buffers need not be larger."""
 _SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)

@@ -18,10 +18,10 @@ class NativeOptions(EngineOptions):
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     rollout_precision: Annotated[str, OneOf(ROLLOUT_PRECISIONS), IN_COMPLETIONS] = "bf16"
-    """In how many bits the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
+    """The bits with which the native engine generates. "bf16": as the model's weights are. "fp8_kv": keys and
     values are stored in 8 bits, which halves the KV cache. "fp8": the products for q, k, v and in the MLP
     multiply in 8 bits, too. Training stays as it is; completions are corrected token by token."""
     decode_shard: Annotated[int | None, AT_LEAST_ONE] = None
-    """With shard=2, 4 or 8: how many of the processes that share the weights decode together, a divisor of
-    shard. Fewer than shard gather weights for each rollout: they need memory for them and spend less time in
-    sums, and 1 can play episodes of several turns. None: as many as shard."""
+    """The number of processes that decode together, of those that share the weights (shard=2, 4 or 8): a
+    divisor of shard. Fewer than shard gather weights for each rollout: they need memory for them and spend
+    less time in sums, and 1 can play episodes of several turns. None: as many as shard."""

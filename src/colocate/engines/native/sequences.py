@@ -24,7 +24,7 @@ class Group:
     is_retained: bool = False
     """True: the group itself holds the prompt's pages too, for members that have not started."""
     tail_page: int | None = None
-    """While the group is retained, the page with the prompt's last tokens; None: they fill whole pages."""
+    """The page with the prompt's last tokens, while the group is retained; None: they fill whole pages."""
     logits: Tensor | None = None
     """Logits [V] after the prompt, from which each member draws its first token."""
     is_findable: bool = False

@@ -15,7 +15,7 @@ _SAVED = (
     *("sample", "limit", "is_kept", "turn", "given", "token_ids", "logprobs", "versions", "num_found"),
     "is_resting",
 )
-"""What is saved of a sequence, besides its prompt."""
+"""The fields of a sequence that are saved, besides its prompt."""
 
 
 class Submissions:

@@ -56,7 +56,7 @@ class RayServer:
         self._is_owner = is_owner
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """See `Server.call`."""
+        """Do as `Server.call` does."""
         import ray
 
         try:
@@ -73,7 +73,7 @@ class RayServer:
             raise EngineLost(f"TensorRT-LLM's server is gone: {redacted(str(error))}") from error
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """Do as `Server.close` does."""
         import ray
 
         if self._is_owner:

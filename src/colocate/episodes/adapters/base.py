@@ -1,4 +1,4 @@
-"""What text environments have in common: an action goes in, an observation and a reward come out."""
+"""The common part of text environments: an action goes in, an observation and a reward come out."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def _is_async(agent: Agent) -> bool:
 
 
 async def _in_thread(agent: Agent, row: dict[str, Any], endpoint: Endpoint) -> Any:
-    """What an agent returns that runs in a thread of its own, a daemon: one that hangs does not keep the
+    """The result of an agent that runs in a thread of its own, a daemon: one that hangs does not keep the
     process from ending."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()

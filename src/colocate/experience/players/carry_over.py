@@ -58,7 +58,7 @@ class CarryingPlayer(Player):
         self._requests = requests
         self._max_lag = max_policy_lag
         self._begun: deque[Any] = deque()
-        """What `begin` has made of the requests that are not finished, in the order of their batches."""
+        """The results of `begin` for the requests that are not finished, in the order of their batches."""
         self._newest_key = -1
         """The first prompt's key of the newest request that was begun."""
         self._restored: deque[list[int]] = deque()

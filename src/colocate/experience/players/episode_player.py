@@ -43,12 +43,13 @@ class _Play:
     num_prompt_messages: int
     toolbox: Toolbox
     scene: Scene | None
-    """Its environment; None: it has none."""
+    """The episode's environment; None: it has none."""
     episode: Episode = field(default_factory=Episode)
     node: int | None = None
     """The node of the last turn, from which the next one goes on; None: the next one begins a history."""
     given_ids: tuple[int, ...] = ()
-    """What the engine has been given for the turn that is under way, beyond the history of `node`."""
+    """The tokens that the engine has been given for the turn that is under way, beyond the history of
+    `node`."""
     num_tokens: int = 0
     """Tokens of the history after the prompt, sampled and given."""
     num_turns: int = 0

@@ -31,7 +31,8 @@ values of 4 bytes), so its sums need no exchange between warps."""
 
 
 class Parts(NamedTuple):
-    """For each part, 128 tokens: the largest logit m, and the sum of exp((logit - m) / temperature)."""
+    """Compute of each part, 128 tokens, the largest logit m, and the sum of exp((logit - m) /
+    temperature)."""
 
     maxima: Tensor  # [B, ceil(V / 128)] float32
     sums: Tensor  # [B, ceil(V / 128)] float32
@@ -305,7 +306,8 @@ def _choose_kernel(
 def gumbel_noise(
     key, member, position, seed_low, seed_high, FIRST_QUAD: tl.constexpr, NUM_QUADS: tl.constexpr
 ):
-    """What `sampler.gumbel_noise` gives one row from column 4 * FIRST_QUAD on: [4 * NUM_QUADS] float32."""
+    """The noise that `sampler.gumbel_noise` gives one row from column 4 * FIRST_QUAD on: [4 * NUM_QUADS]
+    float32."""
     quads = (FIRST_QUAD + tl.arange(0, NUM_QUADS)).to(tl.uint32) + (member.to(tl.uint32) << 16)
     word0, word1, word2, word3 = tl.philox_impl(
         key.to(tl.uint32),

@@ -35,7 +35,8 @@ def rms_normed(x, inverse, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """What a norm multiplies by its weights: x / rms, rounded to the model's type if there is no offset."""
+    """The factor that a norm multiplies by its weights: x / rms, rounded to the model's type if there is no
+    offset."""
     if OFFSET is None:
         normed = normed.to(DTYPE).to(tl.float32)
     return normed

@@ -206,8 +206,8 @@ def _plain_forward(
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: _PaddedBatch, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With P = exp(scale Q K^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
-    dK = scale dS^T Q."""
+    """Compute, where P = exp(scale Q K^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale
+    dS K, dK = scale dS^T Q."""
     p = (_scores(q, k, batch, scale) - lse[..., None]).exp()
     d_scores = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return d_scores @ k, d_scores.mT @ q, p.mT @ grad

@@ -81,7 +81,7 @@ class CompletionChoice:
     finish_reason: str = "abort"
     """Why it has ended, in vLLM's words: "abort" if it did not come to its end."""
     num_cached_tokens: int | None = None
-    """See `Completion.num_cached_tokens`."""
+    """The number that `Completion.num_cached_tokens` explains."""
 
     def content(self) -> dict[str, Any]:
         """The completion in an answer, in the shape that vLLM gives it."""

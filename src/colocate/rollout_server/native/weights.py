@@ -45,7 +45,7 @@ class NativeWeights:
         }
 
     def begin(self, tied_head: str | None) -> None:
-        """See `ServedWeights.begin`.
+        """Begin as `ServedWeights.begin` says.
 
         Raises:
             RuntimeError: the engine is drawing, or the weights have no memory.
