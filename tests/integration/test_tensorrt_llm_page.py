@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-    for path in (*(ROOT / "src/colocate/engines/trtllm").glob("*.py"), ROOT / "src/colocate/run/engines.py")
+    for path in (ROOT / "src/colocate/engines/trtllm").glob("*.py")
 )
 COMMANDS = [
     line for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in text.splitlines() if line
