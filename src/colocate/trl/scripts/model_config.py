@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.options.requirements import AT_LEAST_ONE, BELOW_ONE, check_choice, check_range
 from colocate.options.values import shown
-from colocate.policy.model.precision import four_bit_config
 from colocate.trl.scripts.arguments import option
 
 if TYPE_CHECKING:
@@ -151,6 +150,8 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
             "load_in_4bit=True with dtype='auto' leaves open in which type the 4-bit weights are multiplied: "
             "set dtype='bfloat16' or 'float32'."
         )
+    from colocate.policy.model.precision import four_bit_config  # loads PyTorch, which takes seconds
+
     return four_bit_config(
         model_args.dtype,
         quant_type=model_args.bnb_4bit_quant_type,
