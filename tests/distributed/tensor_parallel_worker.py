@@ -29,8 +29,7 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.gathered_engine import GatheredEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.torch_backend import TorchBackend, product
-from colocate.parallel.decode_mesh import DecodeMesh
-from colocate.parallel.mesh import Mesh
+from colocate.parallel.mesh import DecodeMesh, Mesh
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import AdaptedLinear
 from colocate.weights.layouts import WeightPart

@@ -20,8 +20,7 @@ from engine_models import make_lora, make_model, make_prompts
 from colocate.engines.native import all_reduce
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.gathered_engine import GatheredEngine
-from colocate.parallel.decode_mesh import DecodeMesh
-from colocate.parallel.mesh import Mesh
+from colocate.parallel.mesh import DecodeMesh, Mesh
 from colocate.types import Completion, SamplingParams
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.weight_parts import split_weights

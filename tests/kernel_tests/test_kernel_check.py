@@ -13,8 +13,8 @@ from hopper import needs_hopper
 
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels.checks import fallbacks, kernel_check
+from colocate.kernels.checks.fallbacks import TESTED
 from colocate.kernels.checks.kernel_check import CHECKS, TOLERANCE, CheckOutcome
-from colocate.kernels.checks.tested_versions import TESTED
 from colocate.weights.layouts import Layout, layout_for
 
 

@@ -13,6 +13,7 @@ from engine_models import make_model
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels.checks import fallbacks
 from colocate.kernels.checks.fallbacks import (
+    TESTED,
     Fallback,
     of_products_8bit,
     of_rollout,
@@ -21,7 +22,6 @@ from colocate.kernels.checks.fallbacks import (
     why_not_flash,
 )
 from colocate.kernels.checks.kernel_check import CheckOutcome
-from colocate.kernels.checks.tested_versions import TESTED
 from colocate.policy.attention import cudnn_attention
 from colocate.policy.stack import stack
 from colocate.weights.layouts import Layout, layout_for

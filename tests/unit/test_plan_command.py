@@ -7,7 +7,7 @@ import pytest
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colocate.cli import main
-from colocate.kernels.checks.tested_versions import TESTED
+from colocate.kernels.checks.fallbacks import TESTED
 from colocate.memory.arena import HANDLE_BYTES
 from colocate.planning import slower_kernels
 from colocate.policy.attention import cudnn_attention

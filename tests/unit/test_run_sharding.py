@@ -12,7 +12,7 @@ from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
 from colocate.config.grpo_config import GRPOConfig
-from colocate.parallel.decode_mesh import DecodeMesh
+from colocate.parallel.mesh import DecodeMesh
 from colocate.planning import run_sharding
 from colocate.planning.hardware import find_gpu
 from colocate.planning.run_sharding import choose_weight_parts

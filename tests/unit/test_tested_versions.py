@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocate.kernels.checks.tested_versions import TESTED, is_tested, release
+from colocate.kernels.checks.fallbacks import TESTED, is_tested, release
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/today-h100.json"
 

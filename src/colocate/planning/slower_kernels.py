@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from colocate.kernels.checks import fallbacks
-from colocate.kernels.checks.fallbacks import Fallback
-from colocate.kernels.checks.tested_versions import TESTED, is_tested
+from colocate.kernels.checks.fallbacks import TESTED, Fallback, is_tested
 from colocate.policy.attention.cudnn_attention import why_not_cudnn_on
 from colocate.weights.layouts import Layout
 

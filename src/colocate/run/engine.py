@@ -14,8 +14,7 @@ from colocate.config.nested import arguments_of_model_generate, in_words, stop_t
 from colocate.engines.base import RolloutEngine
 from colocate.engines.registry import EngineParts, engine_of
 from colocate.engines.vllm import environment
-from colocate.parallel.decode_mesh import check_decode_parts
-from colocate.parallel.mesh import Mesh
+from colocate.parallel.mesh import Mesh, check_decode_parts
 from colocate.types import SamplingParams
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import is_fully_sharded

@@ -21,8 +21,7 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.options import NativeOptions
 from colocate.memory.arena import Arena, ArenaExhausted
 from colocate.parallel.collectives import all_gather
-from colocate.parallel.decode_mesh import DecodeMesh
-from colocate.parallel.mesh import Mesh
+from colocate.parallel.mesh import DecodeMesh, Mesh
 from colocate.weights.adapters import base_linear
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, layout_for
 from colocate.weights.weight_parts import Split, split_weights, splits_of, storage_of

@@ -19,7 +19,7 @@ from colocate.engines.native.eight_bit_weights import SIDE, check_gpu
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
 from colocate.kernels.checks import fallbacks, kernel_check
-from colocate.kernels.checks.tested_versions import is_tested
+from colocate.kernels.checks.fallbacks import is_tested
 from colocate.kernels.decode import sampling, steps
 from colocate.kernels.decode.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.decode.prefixes import SharedPrefixes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor
 
 from colocate.kernels.checks.kernel_check import CheckOutcome
-from colocate.kernels.checks.tested_versions import is_tested
 from colocate.kernels.definitions import is_silu
+
+TESTED = {
+    "PyTorch": ("2.11", "2.15"),
+    "Triton": ("3.6", "3.9"),
+}
+"""Releases (major and minor number: patches change no interface) with which the kernels' tests have passed on
+a GPU, as `benchmarks/results/today-h100.json` records. With any other release the engine first tries its fast
+kernels (`kernel_check.py`)."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -148,3 +157,14 @@ def why_not_fast_products(capability: tuple[int, int], dtype: torch.dtype) -> st
     if dtype not in (torch.bfloat16, torch.float16):
         return f"one kernel takes bfloat16 and float16, and the model is in {dtype}"
     return None
+
+
+def is_tested(package: str, version: str) -> bool:
+    """Whether this version, such as "2.15.0+cu132", is of a release in `TESTED[package]`."""
+    return release(version) in TESTED[package]
+
+
+def release(version: str) -> str:
+    """Major and minor number: "3.9" of "3.9.0+git1234"."""
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else version
