@@ -21,8 +21,7 @@ from colocate.serving.driver import Driver
 from colocate.serving.engine_thread import EngineThread
 from colocate.serving.gate import with_key
 from colocate.serving.handlers import StatelessHandler
-from colocate.serving.limits import Limits
-from colocate.serving.server import HttpServer, bound_socket
+from colocate.serving.server import HttpServer, Limits, bound_socket
 from colocate.serving.texts import Texts
 from colocate.types import SamplingParams
 from tiny import make_model

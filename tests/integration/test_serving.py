@@ -26,9 +26,8 @@ from colocate.engines.requests import derived_seed
 from colocate.rollout_server.trainer.client import RequestRefused
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
-from colocate.serving import stepper
-from colocate.serving.limits import Limits
-from colocate.serving.server import bound_socket
+from colocate.serving import engine_thread
+from colocate.serving.server import Limits, bound_socket
 from colocate.types import Prompt
 from native_replica import NativeReplica
 from serving_case import (
@@ -339,7 +338,7 @@ def test_an_engine_that_fails_is_an_error_and_the_next_request_is_answered(monke
 
 
 def test_an_engine_that_is_broken_is_no_healthy_one_until_it_draws_again(monkeypatch):
-    monkeypatch.setattr(stepper, "_PROBE_S", 0.01)
+    monkeypatch.setattr(engine_thread, "_PROBE_S", 0.01)
     with serving(NativeEngine(random_model())) as served:
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
         with monkeypatch.context() as patch:

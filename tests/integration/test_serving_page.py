@@ -20,7 +20,7 @@ from datasets import Dataset
 import colocate
 from colocate.cli import main
 from colocate.experience.players.agent_player import Endpoint
-from colocate.serving.limits import Limits
+from colocate.serving.server import Limits
 from serving_case import TOKENIZER, calling_model, random_model
 from tiny import logged, make_model, make_trainer
 from tool_chat import user

@@ -37,8 +37,8 @@ from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.trainer.watch import Timeouts, timeouts_among
 from colocate.rollout_server.wire.receiver import other_weights
-from colocate.serving import stepper as stepper_module
-from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
+from colocate.serving import engine_thread
+from colocate.serving.engine_thread import NUM_FIRST_STEPS, STEP_S
 from colocate.types import Prompt, SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -330,7 +330,7 @@ def test_a_step_that_takes_long_is_no_hang(server, model, make_engine, pool, mon
     monkeypatch.setattr(stepper, "_step_s", STEP_S)
     monkeypatch.setattr(stepper, "num_steps", 0)
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + now_s[0])
-    monkeypatch.setattr(stepper_module, "time", clock)
+    monkeypatch.setattr(engine_thread, "time", clock)
     monkeypatch.setattr(server.loop._engine, "poll", lambda: release.wait(60) and poll())
     asked = pool.submit(client.complete)
     wait_until(lambda: stepper.num_steps)

@@ -12,9 +12,16 @@ import torch
 from engine_models import make_model
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.serving import stepper as module
+from colocate.serving import engine_thread as module
+from colocate.serving.engine_thread import (
+    CALL_S,
+    FIRST_STEPS_S,
+    NUM_FIRST_STEPS,
+    STEP_S,
+    Stepper,
+    step_limit_s,
+)
 from colocate.serving.refusal import Refusal
-from colocate.serving.stepper import CALL_S, FIRST_STEPS_S, NUM_FIRST_STEPS, STEP_S, Stepper, step_limit_s
 from tiny import StubEngine
 
 

@@ -15,7 +15,7 @@ from trtllm_stand_in import GPUS, NEWEST, installed
 
 from colocate.engines.trtllm import engine as engine_module
 from colocate.engines.trtllm.engine import TRTLLMEngine
-from colocate.engines.trtllm.placement import Placement
+from colocate.engines.trtllm.ray_server import Placement
 from colocate.parallel.verdict import PeerError, Peers
 from colocate.types import SamplingParams
 

@@ -30,7 +30,7 @@ from trtllm_stand_in import GPUS, NEWEST, OLDEST, RayPlacementConfig, installed
 from colocate.engines.trtllm import chunks as chunks_module
 from colocate.engines.trtllm import memory_tags, ray_server
 from colocate.engines.trtllm.chunks import chunks
-from colocate.engines.trtllm.placement import Placement
+from colocate.engines.trtllm.ray_server import Placement
 from colocate.engines.trtllm.sampling import SamplingRequest, sampling_arguments
 from colocate.parallel.ray_cluster import RayPlace
 from colocate.policy.model.loading import stop_token_ids

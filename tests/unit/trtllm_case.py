@@ -19,7 +19,7 @@ from trtllm_stand_in import GPUS, NEWEST, installed
 from colocate.engines.trtllm.arguments import llm_arguments
 from colocate.engines.trtllm.chunks import CudaMemory
 from colocate.engines.trtllm.engine import TRTLLMEngine
-from colocate.engines.trtllm.placement import Placement
+from colocate.engines.trtllm.ray_server import Placement
 from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.verdict import Peers

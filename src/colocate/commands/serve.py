@@ -109,12 +109,10 @@ def _serve(
     from colocate.memory.garbage import lasting_objects_left_out
     from colocate.serving.app import Service
     from colocate.serving.driver import Driver
-    from colocate.serving.engine_thread import EngineThread
+    from colocate.serving.engine_thread import EngineThread, step_limit_s
     from colocate.serving.gate import with_key
     from colocate.serving.handlers import StatelessHandler
-    from colocate.serving.limits import Limits
-    from colocate.serving.server import HttpServer
-    from colocate.serving.stepper import step_limit_s
+    from colocate.serving.server import HttpServer, Limits
     from colocate.serving.texts import Texts
 
     loaded = load(saved, options, is_any_base=known.any_base)

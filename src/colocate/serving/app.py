@@ -21,14 +21,13 @@ from colocate.http.gate import Refused, read_body
 from colocate.serving.answers import Answer
 from colocate.serving.calls import Call, chat_call, completion_call, parsed
 from colocate.serving.choice import Choice, TextPiece
-from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Drawn, Driver, Job, Update
 from colocate.serving.fields import Fields
 from colocate.serving.gate import KeyCheck, KeyGate
 from colocate.serving.handlers import DrawRequest, RequestHandler
-from colocate.serving.limits import Limits
 from colocate.serving.readers import Readers
 from colocate.serving.refusal import Refusal, busy
+from colocate.serving.server import Limits, unless_gone
 from colocate.serving.texts import Texts
 
 logger = logging.getLogger(__name__)

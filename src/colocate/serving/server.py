@@ -6,17 +6,48 @@ import asyncio
 import math
 import socket
 import threading
-from typing import Any
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from colocate.http.gate import KNOWN
-from colocate.serving.limits import Limits
+from colocate.serving.refusal import Refusal
 
+T = TypeVar("T")
 _START_S = 30.0
 _STOP_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and times. A request beyond one is refused, or disconnected where no answer can be given."""
+
+    max_requests: int = 256
+    """Requests under way at once; further ones get 429."""
+    max_connections: int = 1024
+    """Connections at once. For a further one the oldest is closed on which no request with a key has come and
+    none is under way; where there is none of these, requests on it get 503."""
+    max_header_bytes: int = 2**15
+    """Bytes of a request's first line and headers."""
+    max_body_bytes: int = 2**23
+    header_s: float = 10.0
+    """Seconds from a connection's beginning, or from the last answer, to the end of a request's headers."""
+    known_header_s: float = 10.0
+    """Seconds for that on a connection which has carried a request with the key."""
+    body_s: float = 30.0
+    """Seconds for a request's body."""
+    reader_s: float = 30.0
+    """Seconds for which a client may read nothing of what waits for it."""
+    num_readers: int = 4
+    """Bodies that are read at the same time; a tokenizer in Python reads one."""
+    late_s: float = 10.0
+    """Seconds after which /health tells that bodies are not read."""
+    max_wait_s: float = 60.0
+    """Seconds that a request waits for the engine, which may be asleep or draw others; then it gets 503."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -165,3 +196,26 @@ def bound_socket(host: str, port: int) -> socket.socket:
             "the address is not this machine's. End the other program, or choose another --port."
         ) from error
     return listening
+
+
+async def unless_gone(receive: Receive, answering: Coroutine[Any, Any, T]) -> T:
+    """The result of `answering`, which is cancelled if the client leaves before.
+
+    Raises:
+        Refusal: the client has left, and nobody will read this.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work, leaving = asyncio.create_task(answering), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise Refusal(499, "The client has closed the connection.")
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)

@@ -31,9 +31,8 @@ from colocate.http.key import ServerKey
 from colocate.serving.app import RETRY_AFTER_S, Service
 from colocate.serving.driver import Driver
 from colocate.serving.handlers import RequestHandler, StatelessHandler
-from colocate.serving.limits import Limits
 from colocate.serving.refusal import busy
-from colocate.serving.server import HttpServer, bound_socket
+from colocate.serving.server import HttpServer, Limits, bound_socket
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
 from colocate.users_code.background import BackgroundLoop

@@ -15,9 +15,9 @@ from colocate.http.gate import CONTENT, Gate, Refused
 from colocate.http.key import ServerKey
 from colocate.rollout_server.native.engine_loop import Aborted, EngineLoop
 from colocate.rollout_server.native.requests import Asked, CompletionChoice, asked_in, usage
-from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Job, Update
 from colocate.serving.refusal import Refusal
+from colocate.serving.server import unless_gone
 from colocate.version import __version__
 
 

@@ -20,9 +20,8 @@ from colocate.http.key import ServerKey
 from colocate.rollout_server.native.weights import NativeWeights
 from colocate.rollout_server.wire.receiver import Receiver, answer_message, other_weights
 from colocate.serving.driver import Driver, Job
-from colocate.serving.engine_thread import IDLE_S, EngineThread
+from colocate.serving.engine_thread import IDLE_S, EngineThread, step_limit_s
 from colocate.serving.refusal import Refusal
-from colocate.serving.stepper import step_limit_s
 
 T = TypeVar("T")
 

@@ -17,8 +17,7 @@ from colocate.rollout_server.native.app import RolloutApp
 from colocate.rollout_server.native.engine_loop import EngineLoop
 from colocate.rollout_server.native.weights import NativeWeights
 from colocate.rollout_server.wire.shared_directory import SHARED_MEMORY, remove_abandoned
-from colocate.serving.limits import Limits
-from colocate.serving.server import HttpServer, bound_socket
+from colocate.serving.server import HttpServer, Limits, bound_socket
 from colocate.weights.layouts import why_no_layout
 from colocate.weights.weight_parts import empty_parts
 
