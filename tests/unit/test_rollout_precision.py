@@ -31,7 +31,8 @@ def test_tokens_are_corrected_one_by_one(tmp_path, precision, caplog):
     with caplog.at_level(logging.WARNING):
         config = make(tmp_path, rollout_precision=precision, max_completion_length=2048)
     assert config.vllm_importance_sampling_mode == "token_truncate"
-    assert "exp(-0.03² · 2048) = 16% of the samples" in caplog.text
+    s = {"fp8_kv": 0.16, "fp8": 0.33}[precision]
+    assert f"exp(-{s}² · 2048) = 0% of the samples" in caplog.text
 
 
 def test_16_bits_keep_trls_correction(tmp_path):
@@ -45,7 +46,7 @@ def test_a_correction_of_tokens_stays(tmp_path, mode):
 
 
 def test_a_correction_of_sequences_is_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(ValueError, match=r"'sequence_truncate' weighs whole.*0\.03 · √512 = 0\.68.*63%"):
+    with pytest.raises(ValueError, match=r"'sequence_truncate' weighs whole.*0\.33 · √512 = 7\.5.*0%"):
         make(
             tmp_path,
             rollout_precision="fp8",

@@ -2,9 +2,9 @@
 
 A rollout in 8 bits draws from a policy that is near the trainer's. Let the log-ratio of a token's two
 probabilities have a standard deviation of s. The log-ratio of C tokens then has s √C, and of the samples'
-weights exp(log-ratio) a share of about exp(-s² C) is left to count: with s = 0.03, 63 % at 512 tokens,
-16 % at 2,048 and none at 8,192. A ratio of its own for each token stays near 1 whatever the length.
-A model of 31 million parameters had s = 0.010 with "fp8_kv" and 0.019 with "fp8" (docs/native-engine.md).
+weights exp(log-ratio) a share of about exp(-s² C) is left to count. SmolLM2-135M has s = 0.16 with "fp8_kv"
+and 0.33 with "fp8" (docs/benchmarks.md): of 64 tokens 19 % and 0.1 %. A ratio of its own for each token does
+not grow with the length.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-ASSUMED_SPREAD = 0.03
-"""Standard deviation of a token's log-ratio that the arithmetic in messages takes: more than was measured
-on a small model, since a deeper one rounds more often on the way to a token."""
+ASSUMED_SPREAD = {"fp8_kv": 0.16, "fp8": 0.33}
+"""Standard deviation of a token's log-ratio that the arithmetic in messages takes: a real model's."""
 
 
 def check_precision(config: Any, engine: str) -> None:
@@ -40,7 +39,7 @@ def resolve_correction(config: Any) -> list[str]:
     if not mode.startswith("sequence_"):
         return []
     length = config.max_completion_length
-    s = ASSUMED_SPREAD
+    s = ASSUMED_SPREAD[config.rollout_precision]
     arithmetic = (
         f"{precision} may move a token's log-probability by {s} (standard deviation), a sequence's of "
         f"{length:,} tokens by {s} · √{length} = {s * math.sqrt(length):.2g}, and weights of whole sequences "
