@@ -28,7 +28,7 @@ from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.data.sampler import PromptBatches
 from colocate.engines.native.engine import NativeEngine
 from colocate.experience.judge import Judge
-from colocate.experience.players.play import Player
+from colocate.experience.players.play import SingleTurnPlayer
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -103,7 +103,7 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
     # completion depends on the seed, on its prompt's number and on its own, not on who is in the batch.
     engine = NativeEngine(model)
     sampling = SamplingParams(args.max_completion_length, stop_token_ids=(EOS,), seed=args.seed)
-    player = Player(engine, sampling)
+    player = SingleTurnPlayer(engine, sampling)
 
     # The stages between the two, in the order in which a step goes through them.
     num_prompts = args.generation_batch_size // args.num_generations
