@@ -77,7 +77,7 @@ def test_weights_and_factors_are_aligned(device):
     weights.allocate(layout)
     start = weights._storage.data_ptr()
     weights.prepare(layout, source)
-    made = list(weights._weights.values())
+    made = list(weights._places.values())
     assert len(made) == 3 * len(layout.layers)
     for tensor in (t for one in made for t in (one.values, one.factor, one.input_factor)):
         assert (tensor.data_ptr() - start) % 256 == 0
