@@ -347,7 +347,7 @@ def _message(content: bytes) -> str:
 HOW_TO_START = (
     "Start it with `colocate rollout-serve MODEL`, or, where colocate is installed beside vLLM and with a "
     f"key of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
-    "--middleware colocate.rollout_server.vllm.gate.Gate "
+    "--middleware colocate.rollout_server.vllm.gate.VLLMGate "
     "--worker-extension-cls colocate.rollout_server.vllm.weight_receiver.WeightReceiver "
     "--logprobs-mode processed_logprobs --generation-config vllm`"
 )

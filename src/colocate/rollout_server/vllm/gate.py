@@ -1,6 +1,6 @@
 """The gate in front of vLLM's API server.
 
-    vllm serve MODEL --middleware colocate.rollout_server.vllm.gate.Gate ...
+    vllm serve MODEL --middleware colocate.rollout_server.vllm.gate.VLLMGate ...
 
 `--middleware`, the ASGI interface and the routes are public. Internal to vLLM, and checked with 0.25 to 0.33,
 is that `app.state.vllm_config.model_config.get_vocab_size()` is the model's vocabulary.
@@ -28,7 +28,7 @@ class VLLMGate(gate.Gate):
 
     Args:
         app: vLLM's application.
-        key: see `rollout_server.gate.Gate`.
+        key: see `http.gate.Gate`.
     """
 
     def __init__(self, app: App, key: ServerKey | None = None) -> None:

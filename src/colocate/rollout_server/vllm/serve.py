@@ -132,7 +132,7 @@ def _command(
         *("--api-server-count", str(num_api_servers)),
         *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--worker-extension-cls", "colocate.rollout_server.vllm.weight_receiver.WeightReceiver"),
-        *("--middleware", "colocate.rollout_server.vllm.gate.Gate"),
+        *("--middleware", "colocate.rollout_server.vllm.gate.VLLMGate"),
         *vllm_options,
     ]
 
