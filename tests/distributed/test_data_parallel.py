@@ -343,6 +343,7 @@ def test_a_run_ends_with_the_weights_of_its_best_checkpoint(runs, parts):
     assert same == [True, False] and ended.keys() == steps[0].keys()
 
 
+@pytest.mark.slow  # two processes go on from one, and from parts, in every run
 def test_four_processes_go_on_from_two_and_two_from_four(runs):
     directory, _ = runs
     launch("of four", directory, "of_four")

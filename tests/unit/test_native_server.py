@@ -36,6 +36,7 @@ from colocate.rollout_server.trainer import weight_push
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.trainer.watch import Timeouts, timeouts_among
+from colocate.rollout_server.wire import receiver
 from colocate.rollout_server.wire.receiver import other_weights
 from colocate.serving import engine_thread
 from colocate.serving.engine_thread import NUM_FIRST_STEPS, STEP_S
@@ -258,8 +259,13 @@ def test_asleep_the_weights_have_no_memory_and_awake_they_are_the_trainers(serve
         assert greedy_completions(engine, prompts, 9) == expected
 
 
-def test_a_server_that_was_put_to_sleep_unasked_is_sent_its_weights_again(server, model, make_engine):
+def test_a_server_that_was_put_to_sleep_unasked_is_sent_its_weights_again(
+    server, model, make_engine, monkeypatch
+):
     """A request to sleep may be repeated, and reach a server that knows nothing of it."""
+    monkeypatch.setattr(
+        receiver, "_PUSH_LEASE_S", 2.0
+    )  # for which the push that is given up here is waited for
     engine, prompts = make_engine(server, run_id="run"), make_prompts([3, 7], 2)
     name, client, run = published(engine, model, 8), Client(server, "run"), {"id": "run"}
     push = dict(push_id="x", unless=None, replaces=None, tied_head=None)
