@@ -456,7 +456,7 @@ def cases(directory: Path) -> Iterator[Case]:
                     () if is_its_own(place, kind, what) else names_of(place),
                     went_on(place, what),
                     errors=(BaseException,) if is_its_own(place, kind, what) else ERRORS,
-                    longest_error=10**6 if is_its_own(place, kind, what) else 6000,
+                    longest_error=10**7 if is_its_own(place, kind, what) else 6000,
                 )
 
 
