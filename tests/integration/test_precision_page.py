@@ -131,7 +131,7 @@ def test_ablations_on_a_real_model():
     assert f"{ways['tokens']['number']:,.0f} tokens" in SECTION
     spreads = {"fp8_kv": ways["keys and values e4m3"]["sd"], "fp8": ways["all e4m3"]["sd"]}
     assert {name: round(sd, 2) for name, sd in spreads.items()} == rollout_precision.ASSUMED_SPREAD
-    assert "it is 0.16 and 0.33" in ENGINE
+    assert "makes it 0.16 and 0.33" in ENGINE
     assert 's = 0.16 with "fp8_kv" and 0.33 with "fp8"' in words(rollout_precision.__doc__ or "")
 
 

@@ -1,7 +1,7 @@
 """One connection to a server, on which requests and answers follow each other, each with a deadline.
 
-It writes and reads HTTP/1.1 (RFC 9112) itself, as each turn of an episode is a request. One of 400 token ids
-takes 31 µs of the trainer's CPU; urllib3 takes 275 µs for the same, and httpx 560 µs.
+It writes and reads HTTP/1.1 (RFC 9112) itself, as each turn of an episode is a request, which should not
+pass through the layers of a general client.
 """
 
 from __future__ import annotations
