@@ -201,6 +201,22 @@ def _check_equal(
         )
 
 
+_Readings = dict[str, tuple[str, Any, Callable[[Any], Any]]]
+"""The option that each entry must equal, by the entry's name, with its value and how both are read."""
+
+
+def _check_params(source: str, place: str, params: Mapping[str, Any], read: _Readings) -> None:
+    """Raises ValueError where an entry is not supported, or is not what the option says."""
+    for name in params:
+        if name not in read:
+            raise ValueError(
+                f"{source} has {place}{name}={shown(params[name])}, which is not supported"
+                f"{nearest(name, read) or '.'}"
+            )
+        option, value, reader = read[name]
+        _check_equal(source, params, name, option, value, reader, place=place)
+
+
 def _check_optimizer(source: str, section: Any, config: Any) -> None:
     """Refuse an entry `optimizer` that is not the optimizer of the options."""
     if not section:
@@ -212,7 +228,7 @@ def _check_optimizer(source: str, section: Any, config: Any) -> None:
             f"{source} has optimizer.type={kind!r}, but optim={optim!r}. DeepSpeed's optimizers are not "
             "used: set optim to the one that you want, and take the entry `optimizer` out."
         )
-    read: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    read: _Readings = {
         "lr": ("learning_rate", config.learning_rate, float),
         "betas": ("(adam_beta1, adam_beta2)", (config.adam_beta1, config.adam_beta2), _floats),
         "eps": ("adam_epsilon", config.adam_epsilon, float),
@@ -220,14 +236,7 @@ def _check_optimizer(source: str, section: Any, config: Any) -> None:
         "torch_adam": ("torch_adam", params.get("torch_adam"), bool),
         "adam_w_mode": ("AdamW's weight decay", True, bool),
     }
-    for name in params:
-        if name not in read:
-            raise ValueError(
-                f"{source} has optimizer.params.{name}={shown(params[name])}, which is not supported"
-                f"{nearest(name, read) or '.'}"
-            )
-        option, value, reader = read[name]
-        _check_equal(source, params, name, option, value, reader, place="optimizer.params.")
+    _check_params(source, "optimizer.params.", params, read)
 
 
 _SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear"}
@@ -248,21 +257,14 @@ def _check_scheduler(source: str, section: Any, config: Any) -> None:
             f"{source} has scheduler.type={kind!r}, but lr_scheduler_type={ours!r}. DeepSpeed's schedulers "
             f"are not used: {same}; take the entry `scheduler` out."
         )
-    read: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    read: _Readings = {
         "warmup_min_lr": ("the rate before the warm-up", 0.0, float),
         "warmup_max_lr": ("learning_rate", config.learning_rate, float),
         "warmup_num_steps": ("warmup_steps", config.warmup_steps, float),
         "total_num_steps": ("max_steps", config.max_steps, float),
         "warmup_type": ("the warm-up's shape", "linear", str),
     }
-    for name in params:
-        if name not in read:
-            raise ValueError(
-                f"{source} has scheduler.params.{name}={shown(params[name])}, which is not supported"
-                f"{nearest(name, read) or '.'}"
-            )
-        option, value, reader = read[name]
-        _check_equal(source, params, name, option, value, reader, place="scheduler.params.")
+    _check_params(source, "scheduler.params.", params, read)
 
 
 def _floats(values: Any) -> tuple[float, ...]:
