@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from colocate.algorithms.advantages import AdvantageOptions
-from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.entropy import EntropyController, EntropyOptions
 from colocate.algorithms.losses import LOSSES
 from colocate.algorithms.objective import Objective
 from colocate.algorithms.objective_params import ObjectiveParams
@@ -308,10 +308,7 @@ def entropy_controller(args: GRPOConfig) -> EntropyController:
     return EntropyController(
         args.entropy_coef,
         use_adaptive_entropy=args.use_adaptive_entropy,
-        entropy_coef_min=args.entropy_coef_min,
-        entropy_coef_max=args.entropy_coef_max,
-        entropy_coef_delta=args.entropy_coef_delta,
-        entropy_target=args.entropy_target,
+        **vars(args.options_of(EntropyOptions)),
     )
 
 
