@@ -31,8 +31,7 @@ def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
     lm = causal_lm(run.model)
     words = engine_of(chosen_engine(run.args, run.model)).words
     splits_optimizer, decode_shard = run.policy.optimizer.is_split, run.args.decode_shard
-    checkpoints = sealed.list_checkpoints(run.args.run_dir)
-    record = None if resumes else earlier_record(run.args.run_dir, has_checkpoints=bool(checkpoints))
+    record = None if resumes or not run.accelerator.is_main_process else _earlier_record(run.args)
     shard = shard_row(run.mesh, splits_optimizer=splits_optimizer, decode_shard=decode_shard)
     return {
         "model": lm.config.name_or_path or type(lm).__name__,
@@ -49,6 +48,11 @@ def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
         "output": short_path(run.args.run_dir),
         **({} if record is None else {"record": record}),
     }
+
+
+def _earlier_record(args: GRPOConfig) -> str | None:
+    """The fate of the record that another run has left; read by the process that prints the header."""
+    return earlier_record(args.run_dir, has_checkpoints=bool(sealed.list_checkpoints(args.run_dir)))
 
 
 def _size(model: nn.Module) -> str:
