@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 
 from colocate.algorithms.advantages import AdvantageOptions, compute_advantages
-from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.entropy import EntropyController, EntropyOptions
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, loss_weights
 from colocate.algorithms.masks import entropy_threshold
@@ -372,17 +372,13 @@ def test_sampling_metrics_merge_over_micro_batches(reference: TRLReference, mode
 @pytest.mark.parametrize("target", [0.5, 10.0])
 def test_adaptive_entropy_follows_the_same_path(reference: TRLReference, target: float):
     """Over several optimizer steps: first no bonus, then the coefficient rises or falls to its bound."""
-    settings = {
-        "entropy_coef": 0.02,
-        "use_adaptive_entropy": True,
-        "entropy_coef_max": 0.03,
-        "entropy_target": target,
-    }
-    options = {**OFF_POLICY, **settings, "loss_type": "dapo", "top_entropy_quantile": 0.5}
+    bounds = {"entropy_coef_max": 0.03, "entropy_target": target}
+    settings = {"entropy_coef": 0.02, "use_adaptive_entropy": True}
+    options = {**OFF_POLICY, **settings, **bounds, "loss_type": "dapo", "top_entropy_quantile": 0.5}
     reference.configure(options, with_engine=False)
     batch = reference.rollout()
     reference.update_policy()
-    controller = EntropyController(**settings)
+    controller = EntropyController(options=EntropyOptions(**bounds), **settings)
     objective = Objective(our_params(options, with_engine=False), controller)
     for _ in range(6):
         expected = reference.loss(batch)

@@ -18,7 +18,7 @@ from colocate.algorithms.advantages import (
     compute_advantages,
     nanstd,
 )
-from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.entropy import EntropyController, EntropyOptions
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES, correction_ratios
 from colocate.algorithms.kl import kl_estimate
 from colocate.algorithms.losses import LOSSES, loss_weights
@@ -383,9 +383,8 @@ def test_unscored_and_equal_completions():
 
 
 def test_adaptive_entropy_by_hand():
-    controller = EntropyController(
-        0.1, use_adaptive_entropy=True, entropy_coef_max=0.12, entropy_coef_delta=0.05, entropy_target=1.0
-    )
+    options = EntropyOptions(entropy_coef_max=0.12, entropy_coef_delta=0.05, entropy_target=1.0)
+    controller = EntropyController(0.1, options, use_adaptive_entropy=True)
     assert controller.applied_coef == 0.0  # nothing measured yet
     path = []
     for entropy in (0.9, math.nan, 1.1, 1.0):
@@ -393,7 +392,7 @@ def test_adaptive_entropy_by_hand():
         path.append((round(controller.coef, 6), round(controller.applied_coef, 6)))
     assert path == [(0.12, 0.12), (0.12, 0.12), (0.07, 0.0), (0.12, 0.12)]
 
-    resumed = EntropyController(0.1, use_adaptive_entropy=True, entropy_target=1.0)
+    resumed = EntropyController(0.1, EntropyOptions(entropy_target=1.0), use_adaptive_entropy=True)
     resumed.load_state_dict(controller.state_dict())
     assert (resumed.coef, resumed.applied_coef) == (controller.coef, controller.applied_coef)
 
@@ -593,6 +592,6 @@ def test_misuse_of_the_parts_is_refused():
     with pytest.raises(ValueError, match="2 reward functions"):
         compute_advantages(rewards, 3, torch.ones(3), AdvantageOptions("group"))
     with pytest.raises(ValueError, match=r"entropy_coef_min=0\.2"):
-        EntropyController(0.1, use_adaptive_entropy=True, entropy_coef_min=0.2)
+        EntropyController(0.1, EntropyOptions(entropy_coef_min=0.2), use_adaptive_entropy=True)
     with pytest.raises(ValueError, match="entropy_coef_delta=0"):
-        EntropyController(0.1, use_adaptive_entropy=True, entropy_coef_delta=0.0)
+        EntropyController(0.1, EntropyOptions(entropy_coef_delta=0.0), use_adaptive_entropy=True)

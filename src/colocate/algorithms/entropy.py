@@ -44,30 +44,29 @@ class EntropyController:
     def __init__(
         self,
         entropy_coef: float = 0.0,
+        options: EntropyOptions | None = None,
         *,
         use_adaptive_entropy: bool = False,
-        entropy_coef_min: float = 0.0,
-        entropy_coef_max: float = 1.0,
-        entropy_coef_delta: float = 0.005,
-        entropy_target: float = 0.2,
     ) -> None:
+        options = options or EntropyOptions()
         if use_adaptive_entropy:
-            if not entropy_coef_min <= entropy_coef <= entropy_coef_max:
+            if not options.entropy_coef_min <= entropy_coef <= options.entropy_coef_max:
                 raise ValueError(
                     f"entropy_coef={entropy_coef} is where adaptive control starts and must lie between "
-                    f"entropy_coef_min={entropy_coef_min} and entropy_coef_max={entropy_coef_max}."
+                    f"entropy_coef_min={options.entropy_coef_min} and "
+                    f"entropy_coef_max={options.entropy_coef_max}."
                 )
-            if entropy_coef_delta <= 0:
+            if options.entropy_coef_delta <= 0:
                 raise ValueError(
-                    f"entropy_coef_delta={entropy_coef_delta} never moves the coefficient the right way: "
-                    "set it above 0, or use_adaptive_entropy=False for a fixed coefficient."
+                    f"entropy_coef_delta={options.entropy_coef_delta} never moves the coefficient the right "
+                    "way: set it above 0, or use_adaptive_entropy=False for a fixed coefficient."
                 )
         self.coef = self._initial = entropy_coef
         self._adaptive = use_adaptive_entropy
-        self._min = entropy_coef_min
-        self._max = entropy_coef_max
-        self._delta = entropy_coef_delta
-        self._target = entropy_target
+        self._min = options.entropy_coef_min
+        self._max = options.entropy_coef_max
+        self._delta = options.entropy_coef_delta
+        self._target = options.entropy_target
         # Nothing is measured yet: adaptive control grants no bonus before the first optimizer step.
         self._last_entropy = math.inf
 

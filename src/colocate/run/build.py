@@ -307,8 +307,8 @@ def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
 def entropy_controller(args: GRPOConfig) -> EntropyController:
     return EntropyController(
         args.entropy_coef,
+        args.options_of(EntropyOptions),
         use_adaptive_entropy=args.use_adaptive_entropy,
-        **vars(args.options_of(EntropyOptions)),
     )
 
 
