@@ -59,6 +59,7 @@ class InterpreterWatch:
     def __init__(self, after_s: float | None) -> None:
         self._after_s = after_s
         self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to watch, before any thread starts code that could hold the lock; harmless if it is begun."""
@@ -67,13 +68,17 @@ class InterpreterWatch:
         self._stop = threading.Event()
         LAST_RESORT.arm(self._stop, self._after_s)
         arguments = (self._stop, self._after_s)
-        threading.Thread(target=_beat, args=arguments, name="interpreter_watch", daemon=True).start()
+        self._thread = threading.Thread(target=_beat, args=arguments, name="interpreter_watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        if self._stop is not None:
-            self._stop.set()
-            LAST_RESORT.disarm(self._stop)
-            self._stop = None
+        """End the watch and its thread."""
+        if self._stop is None or self._thread is None:
+            return
+        self._stop.set()
+        LAST_RESORT.disarm(self._stop)
+        self._stop = None
+        self._thread.join(BEAT_S)  # it has nothing left to do, and takes longer only where the lock is held
 
 
 def _beat(stop: threading.Event, after_s: float) -> None:
