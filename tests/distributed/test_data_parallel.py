@@ -16,26 +16,21 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from colocate.checkpoints.sealed import list_checkpoints, verify
-from processes import TORCHRUN, run_python
+from processes import run_python, run_ranks
 
 pytestmark = pytest.mark.early
 
-LAUNCHERS = {
-    "torchrun": TORCHRUN,
-    # Without --multi_gpu it starts several processes by MPI only; the processes themselves run on the CPU.
-    "accelerate": [
-        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-        *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
-    ],
-}
-
-
-LAUNCHERS["of four"] = [*TORCHRUN[:-1], "--nproc-per-node=4"]
-
-
-def launch(launcher: str, directory: Path, *cases: str) -> None:
-    worker = Path(__file__).with_name("grpo_worker.py")
-    run_python(*LAUNCHERS[launcher], worker, directory, *cases, timeout_s=240)
+WORKER = Path(__file__).with_name("grpo_worker.py")
+CASES_OF_TWO = [
+    *("dapo", "grpo", "refill", "carry_over", "waiting", "gathered", "resumed"),
+    *("split", "from_one", "from_parts", "changed", "full_disk", "terminated", "evaluated"),
+    *("counted", "rows_of_one", "rows_of_parts", "split_again", "4_bits", "wide", "best"),
+]
+# Without --multi_gpu it starts several processes by MPI only; the processes themselves run on the CPU.
+ACCELERATE = [
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,32 +46,8 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     single["rows"] = build(directory / "one", "rows", num_ranks=1)
     single["rows"].train()
     single["prompts"] = list(NOTED)
-    launch(
-        "torchrun",
-        directory,
-        "dapo",
-        "grpo",
-        "refill",
-        "carry_over",
-        "waiting",
-        "gathered",
-        "resumed",
-        "split",
-        "from_one",
-        "from_parts",
-        "changed",
-        "full_disk",
-        "terminated",
-        "evaluated",
-        "counted",
-        "rows_of_one",
-        "rows_of_parts",
-        "split_again",
-        "4_bits",
-        "wide",
-        "best",
-    )
-    launch("accelerate", directory, "accelerate")
+    run_ranks(2, WORKER, directory, *CASES_OF_TWO, timeout_s=240)
+    run_python(*ACCELERATE, WORKER, directory, "accelerate", timeout_s=240)
     return directory, single
 
 
@@ -346,8 +317,8 @@ def test_a_run_ends_with_the_weights_of_its_best_checkpoint(runs, parts):
 @pytest.mark.slow  # two processes go on from one, and from parts, in every run
 def test_four_processes_go_on_from_two_and_two_from_four(runs):
     directory, _ = runs
-    launch("of four", directory, "of_four")
-    launch("torchrun", directory, "from_four")
+    run_ranks(4, WORKER, directory, "of_four", timeout_s=240)
+    run_ranks(2, WORKER, directory, "from_four", timeout_s=240)
     written = {}
     for name in ("split", "of_four"):
         dcp_to_torch_save(directory / name / "checkpoint-3" / "shards", directory / f"{name}.pt")

@@ -25,7 +25,7 @@ from colocate.experience import weighting
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.types import Sample
-from processes import TORCHRUN, run_python
+from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.early
 def both(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of two ranks did in every case."""
     directory = tmp_path_factory.mktemp("dealing")
-    run_python(*TORCHRUN, Path(__file__).with_name("dealing_worker.py"), directory, timeout_s=240)
+    run_ranks(2, Path(__file__).with_name("dealing_worker.py"), directory, timeout_s=240)
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

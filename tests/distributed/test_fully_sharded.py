@@ -14,7 +14,7 @@ from small_runs import read_metrics
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
-from processes import TORCHRUN, run_python
+from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.early
 def directory(tmp_path_factory) -> Path:
     """Where two processes wrote what they found."""
     directory = tmp_path_factory.mktemp("runs")
-    run_python(*TORCHRUN, Path(__file__).with_name("fully_sharded_worker.py"), directory, timeout_s=240)
+    run_ranks(2, Path(__file__).with_name("fully_sharded_worker.py"), directory, timeout_s=240)
     return directory
 
 

@@ -9,13 +9,13 @@ import torch
 from precision_worker import PRECISIONS, SAMPLING, model, prompts
 
 from colocate.engines.native.engine import NativeEngine
-from processes import TORCHRUN, run_python
+from processes import run_ranks
 
 
 @pytest.mark.slow
 def test_ranks_draw_in_8_bits_what_one_draws(tmp_path):
     out = tmp_path / "drawn.pt"
-    run_python(*TORCHRUN, Path(__file__).with_name("precision_worker.py"), out, timeout_s=120)
+    run_ranks(2, Path(__file__).with_name("precision_worker.py"), out, timeout_s=120)
     drawn = torch.load(out, weights_only=False)
     for precision in PRECISIONS:
         engine = NativeEngine(model(), max_num_seqs=8, page_size=4, rollout_precision=precision)

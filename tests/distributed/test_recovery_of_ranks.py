@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from processes import TORCHRUN, run_python
+from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -20,7 +20,7 @@ NUM_LAYOUTS = 3
 def told(tmp_path_factory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("recovery")
     worker = Path(__file__).with_name("recovery_worker.py")
-    run_python(*TORCHRUN, worker, directory, str(NUM_INJECTIONS), timeout_s=240)
+    run_ranks(2, worker, directory, str(NUM_INJECTIONS), timeout_s=240)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

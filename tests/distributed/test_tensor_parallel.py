@@ -12,7 +12,7 @@ from tensor_parallel_worker import MODELS, SAMPLINGS, all_prompts, plain
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.types import Completion
-from processes import run_python
+from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -24,8 +24,7 @@ PROMPTS = all_prompts()
 def directory(tmp_path_factory) -> Path:
     """Where four processes wrote what they drew, two by two and all together."""
     directory = tmp_path_factory.mktemp("runs")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
-    run_python(*torchrun, Path(__file__).with_name("tensor_parallel_worker.py"), directory, timeout_s=240)
+    run_ranks(4, Path(__file__).with_name("tensor_parallel_worker.py"), directory, timeout_s=240)
     return directory
 
 

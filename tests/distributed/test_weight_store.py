@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_python
+from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
@@ -35,8 +35,7 @@ def results(tmp_path_factory) -> dict[int, Results]:
     directory = tmp_path_factory.mktemp("store")
     found = {}
     for count in CASES:
-        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-        run_python(*launcher, Path(__file__).with_name("weight_store_worker.py"), directory, timeout_s=240)
+        run_ranks(count, Path(__file__).with_name("weight_store_worker.py"), directory, timeout_s=240)
         found[count] = [json.loads((directory / f"{count}.{r}.json").read_text()) for r in range(count)]
     return found
 

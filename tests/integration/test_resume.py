@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import shutil
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from colocate.checkpoints import sealed
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
+from processes import FORKS
 
 NUM_STEPS = 7
 
@@ -208,13 +208,9 @@ def assert_same(actual: Any, expected: Any, path: str = "") -> None:
 
 # ── Kills, in processes of their own ─────────────────────────────────────────────────────────────────────
 
-# Forked from a server that has imported everything: a fresh interpreter would need ten seconds for that.
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["colocate.trainer", "peft", "pytest"])
-
 
 def start(target: Any, *args: Any) -> Any:
-    process = processes.Process(target=target, args=args)
+    process = FORKS.Process(target=target, args=args)
     process.start()
     return process
 
