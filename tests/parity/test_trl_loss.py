@@ -22,11 +22,11 @@ from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 
 from colocate.algorithms.advantages import AdvantageOptions, compute_advantages
 from colocate.algorithms.entropy import EntropyController, EntropyOptions
-from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, loss_weights
 from colocate.algorithms.masks import entropy_threshold
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
+from colocate.algorithms.objective_params import IMPORTANCE_SAMPLING_MODES
 from colocate.reporting.metrics import Metrics
 
 PAD, EOS, VOCAB = 0, 1, 24

@@ -19,12 +19,13 @@ from colocate.algorithms.advantages import (
     nanstd,
 )
 from colocate.algorithms.entropy import EntropyController, EntropyOptions
-from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES, correction_ratios
+from colocate.algorithms.importance_sampling import correction_ratios
 from colocate.algorithms.kl import kl_estimate
 from colocate.algorithms.losses import LOSSES, loss_weights
 from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
+from colocate.algorithms.objective_params import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.ratios import RATIOS
 from colocate.reporting.metrics import Metrics
 

@@ -13,8 +13,8 @@ from packaging.version import Version
 from transformers import TrainingArguments
 
 from colocate.algorithms.advantages import ADVANTAGES, AGGREGATIONS
-from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES
+from colocate.algorithms.objective_params import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.ratios import RATIOS
 from colocate.config.grpo_config import GRPOConfig
 from colocate.config.honoured import HONOURED_BY, REFUSED, UNNECESSARY, honoured

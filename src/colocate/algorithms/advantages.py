@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from colocate.options.requirements import IN_COMPLETIONS, OneOf, check_choice, choices_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Keeps advantages finite in a group whose completions all earn the same reward.
 STD_OFFSET = 1e-4
@@ -78,7 +79,7 @@ def compute_advantages(
     return Advantages(
         advantages=advantages.reshape(-1).nan_to_num(nan=0.0),
         rewards=_weighted_sum(grouped, reward_weights).view(-1),
-        is_std_zero=torch.isclose(std, torch.zeros_like(std)).reshape(-1),
+        is_std_zero=std.isclose(std.new_zeros(std.shape)).reshape(-1),
     )
 
 
@@ -107,6 +108,8 @@ def compute_turn_advantages(
     Raises:
         ValueError: as `compute_advantages` does.
     """
+    import torch  # not with the module: options are checked before it is loaded
+
     weights = torch.cat([reward_weights, reward_weights.new_ones(1)])
     return [
         compute_advantages(
@@ -119,7 +122,7 @@ def compute_turn_advantages(
 # ── Scaling: from rewards of P groups, [P, G], to advantages and the deviation of what was compared ──────
 
 
-Advantage: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+Advantage: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 
 
 def unscaled(rewards: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +163,7 @@ def scaled_by_mean(rewards: Tensor) -> tuple[Tensor, Tensor]:
         )
     centred, std = unscaled(rewards)
     mean = rewards.nanmean(dim=1, keepdim=True)
-    return torch.where(mean > 0, centred / mean, 0.0), std
+    return (centred / mean).where(mean > 0, 0.0), std
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -202,7 +205,7 @@ def _weighted_sum(values: Tensor, weights: Tensor, like: Tensor | None = None) -
     or, if given, by `like`."""
     # nansum makes 0 of a row without any reward, which would distort the baseline.
     unscored = (values if like is None else like).isnan().all(dim=-1)
-    return (values * weights).nansum(dim=-1).masked_fill(unscored, torch.nan)
+    return (values * weights).nansum(dim=-1).masked_fill(unscored, math.nan)
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -217,5 +220,5 @@ def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 def _spread(values: Tensor, dim: int) -> Tensor:
     # Groups of one completion occur in evaluation only: their deviation is 0, not NaN.
     if values.shape[dim] == 1:
-        return torch.zeros_like(values)
+        return values.new_zeros(values.shape)
     return nanstd(values, dim=dim, keepdim=True)

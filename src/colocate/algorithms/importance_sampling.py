@@ -27,7 +27,6 @@ reserve_metrics(
     *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
     *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
 )
-IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @torch.no_grad()
@@ -49,7 +48,7 @@ def correction_ratios(
 
     Args:
         old_logprobs, rollout_logprobs, mask: [B, T].
-        mode: one of `IMPORTANCE_SAMPLING_MODES`.
+        mode: one of `objective_params.IMPORTANCE_SAMPLING_MODES`.
         clip_min, clip_max: bounds of ρ; None is unbounded.
 
     Returns:

@@ -3,6 +3,8 @@
 A surrogate gives the loss of each token, before masks, the engine's correction, KL and normalisation; the
 options that it reads are declared in `LossOptions`. A result of shape [B, 1] broadcasts to [B, T]: a
 sequence-level loss counts once for every token of its sequence.
+
+Options are checked before PyTorch is loaded, so nothing here imports it: surrogates call methods of tensors.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from colocate.algorithms import normalization
 from colocate.algorithms.normalization import LossSlice
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
 from colocate.options.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
-from colocate.reporting.metrics import Metrics
 from colocate.reporting.run_log import reserve_metrics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from colocate.reporting.metrics import Metrics
 
 reserve_metrics(
     *(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
@@ -90,7 +94,7 @@ class LossInputs:
     """The mask [B, T], 1 where the token counts."""
 
 
-Surrogate: TypeAlias = Callable[[LossInputs, LossOptions, Metrics], Tensor]
+Surrogate: TypeAlias = "Callable[[LossInputs, LossOptions, Metrics], Tensor]"
 """A function that returns the losses of the tokens, [B, T] or [B, 1], and adds its own metrics."""
 
 
@@ -163,7 +167,7 @@ def clipped(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tenso
     bounded = ratios.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
     if options.delta is not None:
         ratios = ratios.clamp(max=options.delta)
-    return -torch.min(ratios * advantages, bounded * advantages)
+    return -(ratios * advantages).minimum(bounded * advantages)
 
 
 def dppo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
@@ -182,7 +186,7 @@ def dppo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     low = (shift < -options.epsilon) & (advantages < 0)
     high = (shift > options.upper_epsilon) & (advantages > 0)
     _record_clipping(metrics, low, high, inputs.mask)
-    return torch.where(low | high, 0.0, -inputs.ratios * advantages)
+    return (-inputs.ratios * advantages).where(~(low | high), 0.0)
 
 
 def cispo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
@@ -205,7 +209,7 @@ def sapo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     temperatures = _where(
         advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, dtype=ratios.dtype
     )
-    return -torch.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures * advantages
+    return -(temperatures * (ratios - 1)).sigmoid() * 4 / temperatures * advantages
 
 
 def vespo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
@@ -219,13 +223,12 @@ def vespo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     return -weights * inputs.advantages * inputs.policy_logprobs
 
 
-@torch.no_grad()
 def _vespo_weights(inputs: LossInputs, options: LossOptions) -> Tensor:
-    log_ratios, mask, advantages = inputs.log_ratios, inputs.mask, inputs.advantages
+    log_ratios, mask, advantages = inputs.log_ratios.detach(), inputs.mask, inputs.advantages
     log_weights = (log_ratios.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT) * mask).sum(dim=-1, keepdim=True)
     if inputs.correction is not None:
         # A ratio masked to 0 has no logarithm; the lower bound makes its whole sequence negligible instead.
-        log_corrections = inputs.correction.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        log_corrections = inputs.correction.detach().log().clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
         if log_corrections.shape == mask.shape:
             log_corrections = (log_corrections * mask).sum(dim=-1, keepdim=True)
         log_weights = log_weights + log_corrections
@@ -234,22 +237,21 @@ def _vespo_weights(inputs: LossInputs, options: LossOptions) -> Tensor:
     decay = _where(
         advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg, dtype=log_weights.dtype
     )
-    return torch.exp(decay + k * log_weights - decay * log_weights.exp())
+    return (decay + k * log_weights - decay * log_weights.exp()).exp()
 
 
 def _where(condition: Tensor, if_true: float, if_false: float, dtype: torch.dtype) -> Tensor:
     # torch.where rounds two Python floats to the default dtype first.
-    return torch.full_like(condition, if_false, dtype=dtype).masked_fill(condition, if_true)
+    return condition.new_full(condition.shape, if_false, dtype=dtype).masked_fill(condition, if_true)
 
 
-@torch.no_grad()
 def _record_clipping(metrics: Metrics, low: Tensor, high: Tensor, mask: Tensor) -> None:
     """Record `clip_ratio/*` from flags [B, T] or [B, 1]; minima and maxima are over sequences' fractions."""
     record_mean(metrics, "clip_ratio/low_mean", low, mask)
     record_mean(metrics, "clip_ratio/high_mean", high, mask)
     record_mean(metrics, "clip_ratio/region_mean", low | high, mask)
     if low.shape != mask.shape:
-        mask = torch.ones_like(low, dtype=mask.dtype)
+        mask = mask.new_ones(low.shape)
     num_tokens = mask.sum(dim=-1)
     metrics.add_min("clip_ratio/low_min", masked_min((low * mask).sum(dim=-1) / num_tokens, num_tokens))
     metrics.add_max("clip_ratio/high_max", masked_max((high * mask).sum(dim=-1) / num_tokens, num_tokens))

@@ -12,9 +12,10 @@ any other cut gives the same gradient. TRL normalises micro-batch by micro-batch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ def sequence_mean(part: LossSlice) -> Tensor:
 
 def sequence_sum(part: LossSlice) -> Tensor:
     """1 / (N·B): the mean over sequences of their token sums."""
-    return torch.full_like(part.counts, 1 / (part.num_accumulated * len(part.counts)))
+    return _constant(part, 1 / (part.num_accumulated * len(part.counts)))
 
 
 def fixed_length_mean(part: LossSlice) -> Tensor:
     """1 / (N·B·max_completion_length), a constant: no sequence counts for more by being short."""
     num_tokens = part.num_accumulated * len(part.counts) * part.max_completion_length
-    return torch.full_like(part.counts, 1 / num_tokens)
+    return _constant(part, 1 / num_tokens)
 
 
 def slice_mean(part: LossSlice) -> Tensor:
@@ -57,7 +58,11 @@ def slice_mean(part: LossSlice) -> Tensor:
 
 def step_mean(part: LossSlice) -> Tensor:
     """1 / tokens_per_step: the mean over the tokens of the optimizer step."""
-    return torch.full_like(part.counts, 1 / part.tokens_per_step)
+    return _constant(part, 1 / part.tokens_per_step)
+
+
+def _constant(part: LossSlice, weight: float) -> Tensor:
+    return part.counts.new_full(part.counts.shape, weight)
 
 
 def mean_tokens_per_step(

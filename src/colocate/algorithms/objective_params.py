@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
 from colocate.options.requirements import (
     IN_COMPLETIONS,
@@ -17,6 +16,8 @@ from colocate.options.requirements import (
     choices_of,
     ranges_of,
 )
+
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass

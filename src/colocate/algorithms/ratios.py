@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     """r_t = exp(log π_θ(y_t) − log π_old(y_t)), [B, T], as in GRPO ("DeepSeekMath: Pushing the Limits of
     Mathematical Reasoning in Open Language Models", arXiv 2402.03300)."""
-    return torch.exp(log_ratios)
+    return log_ratios.exp()
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
@@ -21,7 +22,7 @@ def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
     Lengths count unmasked tokens; a sequence without any has ratio 1.
     """
     num_tokens = mask.sum(dim=-1, keepdim=True).clamp(min=1.0)
-    return torch.exp((log_ratios * mask).sum(dim=-1, keepdim=True) / num_tokens)
+    return ((log_ratios * mask).sum(dim=-1, keepdim=True) / num_tokens).exp()
 
 
 RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratios, "sequence": sequence_ratios}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from colocate.reporting.metrics import Metrics
+    from colocate.reporting.metrics import Metrics
 
 
-@torch.no_grad()
 def record_mean(metrics: Metrics, name: str, values: Tensor, mask: Tensor) -> None:
     """Add the mean of `values`, over unmasked tokens if they are [B, T], over sequences if [B, 1]."""
     if values.shape != mask.shape:
-        mask = torch.ones_like(values, dtype=mask.dtype)
-    metrics.add_mean(name, (values * mask).sum(), mask.sum())
+        mask = mask.new_ones(values.shape)
+    metrics.add_mean(name, (values.detach() * mask).sum(), mask.sum())
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
@@ -29,5 +29,5 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _or_nan(extreme: Tensor, mask: Tensor) -> Tensor:
-    # torch.where instead of a Python `if`: the host does not wait for the device.
-    return torch.where(mask.bool().any(), extreme, math.nan)
+    # No Python `if`: the host does not wait for the device.
+    return extreme.where(mask.bool().any(), math.nan)
