@@ -101,7 +101,7 @@ def _unread(known: argparse.Namespace) -> list[str]:
 
 
 def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """End with status 2, the usage of the command, and the option of it that is nearest to the first word."""
+    """End with status 2, the usage of the command, and its option that is most like the first word."""
     from colocate.options.values import nearest
 
     known = [option for action in command._actions for option in action.option_strings]

@@ -134,7 +134,7 @@ def publish_changes(run: Run) -> None:
 
 
 def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
-    """Let every part that adapts see what the step has shown, and write the step down.
+    """Pass the results of the step to every part that adapts, and record the step.
 
     Raises:
         FloatingPointError: `max_skipped_steps` steps in a row were skipped.

@@ -92,15 +92,15 @@ def compute_turn_advantages(
 ) -> list[Advantages]:
     """Advantages of N episodes at each of their K turns, where turns have rewards of their own.
 
-    What a turn earns is no merit of the turns after it. So turn k is judged by the episode's rewards and by
-    what turns k to K have earned, and is compared with the same of the group's other episodes; those that had
+    A turn gets no credit for what earlier turns earned. So turn k is judged by the episode's rewards plus the
+    rewards of turns k to K, and compared with the same sum of the group's other episodes; those that had
     ended by then have earned 0 since. (With K = 1 the turns' reward is one more reward function of weight 1.)
     That is the policy gradient's reward-to-go, with a baseline that turn k has no part in: "Policy Gradient
     Methods for Reinforcement Learning with Function Approximation", NIPS 1999.
 
     Args:
         rewards_per_func, num_generations, reward_weights: as `compute_advantages` takes them.
-        returns: [N, K] what turns k to K of each episode have earned, in the type of the rewards.
+        returns: [N, K] the summed rewards of turns k to K of each episode, in the type of the rewards.
 
     Returns:
         For each turn what `compute_advantages` returns; the first is that of whole episodes.
@@ -201,8 +201,8 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Advantage], tuple[Tensor, Tens
 
 
 def _weighted_sum(values: Tensor, weights: Tensor, like: Tensor | None = None) -> Tensor:
-    """Weighted sums [P, G] over the functions' values [P, G, F]; NaN where no function scored, by `values`
-    or, if given, by `like`."""
+    """Weighted sums [P, G] over the functions' values [P, G, F]; NaN where `like` (by default `values`) is
+    NaN for every function."""
     # nansum makes 0 of a row without any reward, which would distort the baseline.
     unscored = (values if like is None else like).isnan().all(dim=-1)
     return (values * weights).nansum(dim=-1).masked_fill(unscored, math.nan)

@@ -22,7 +22,7 @@ def off_policy_sequence_mask(
     Args:
         policy_logprobs, mask: [B, T].
         behaviour_logprobs: [B, T], under the policy that sampled; best taken from the engine.
-        advantages: [B, 1], or [B, T] with one for each token, by which then each token is dropped or kept.
+        advantages: [B, 1], or [B, T] to drop or keep each token by its own.
 
     Returns:
         [B, 1] in the mask's dtype, or [B, T] with such advantages.

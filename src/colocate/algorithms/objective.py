@@ -48,11 +48,11 @@ class LossBatch:
         return replace(self, **{name: _fill_padding(values, self.mask) for name, values in given.items()})
 
     def rollout_logprobs_beside(self, old_logprobs: Tensor) -> Tensor | None:
-        """The engine's log-probabilities [B, T], moved by the difference that dropout makes to the trainer's
+        """The engine's log-probabilities [B, T] plus the change that dropout makes to the trainer's
         `old_logprobs` [B, T].
 
-        Engines apply no dropout. Without this, ratios of the two would take its noise, which adds up over a
-        sequence, for a mismatch of kernels.
+        Engines apply no dropout. Without this term its noise, which adds up over a sequence, would count as a
+        mismatch of kernels.
         """
         if self.rollout_logprobs is None or self.logprobs_without_dropout is None:
             return self.rollout_logprobs

@@ -1,8 +1,8 @@
 """The description of the run that wrote a checkpoint, and its differences from the run that resumes it.
 
 `run.json` in a checkpoint holds everything that defines the run (see `colocate.run.identity`). A run that
-resumes shows the differences in one table. Differences that must not be are refused by name, the others apply
-from the next step on.
+resumes shows the differences in one table. Forbidden differences are refused by name, the others apply from
+the next step on.
 
     run_id      an id that a run shares with the runs that resume it
     fixed       values that must not change
@@ -74,7 +74,7 @@ class Changes:
         """The table of changes with a heading, as text.
 
         Args:
-            num_dropped: completions of the checkpoint, all ranks', that waited to be trained on and are
+            num_dropped: completions of all ranks that waited in the checkpoint to be trained on and are
                 dropped.
         """
         heading = f"Resuming {self.directory}. Changed since it was saved:"

@@ -29,7 +29,7 @@ def steps_to_save(interval: float | None, first: int, last: int) -> list[int]:
 
 
 def most_at_once(output_dir: Path, steps: Sequence[int], limit: int | None) -> int:
-    """The most checkpoints that will be there at once, besides the space that those there now take.
+    """The largest number of checkpoints that will exist at once in addition to those that exist now.
 
     Args:
         steps: those after which the run will save.
@@ -48,12 +48,12 @@ def check(output_dir: Path, parts: Mapping[str, int], num_at_once: int) -> str |
     """Compare the size of the checkpoints to come with the free space of the disk.
 
     Args:
-        parts: the bytes of one checkpoint by what they are for; what is not known before is left out.
+        parts: the bytes of one checkpoint by purpose, as far as they are known.
         num_at_once: `most_at_once`.
 
     Returns:
-        A warning if there is room for one, and not for as many as will be there; None if all fit, or if the
-        file system does not tell its size.
+        A warning if one checkpoint fits but not all; None if all fit, or if the file system does not tell its
+        size.
 
     Raises:
         ValueError: not even one checkpoint fits.

@@ -90,7 +90,7 @@ def repository_of(
     revision: str | None = None,
     private: bool | None = None,
 ) -> Repository:
-    """The repository that a run's options name, with the arguments given here in their place."""
+    """The repository that a run's options name; arguments given here override them."""
     return Repository(
         name=args.hub_model_id or Path(str(args.output_dir)).name,
         token=token or args.hub_token,

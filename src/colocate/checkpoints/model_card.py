@@ -33,11 +33,10 @@ class TrainingFacts:
 
     Attributes:
         base_model: the model that training started from, as it was named.
-        dataset: as it was named.
-        options: those that were set, without secrets.
+        dataset: its name, as given. options: those that were set, without secrets.
         metrics: the last that were logged.
-        steps: what was done of what was to be done, such as "step 100 of 200".
-        commit: of the code around the run; None: it was in no repository.
+        steps: the progress, such as "step 100 of 200".
+        commit: of the repository that the run was in; None: it was in none.
     """
 
     base_model: str | None
@@ -87,8 +86,8 @@ def write_card(
 
 
 def write_merged_card(adapter: Path, directory: Path, name: str) -> None:
-    """Write the card of a model that an adapter was merged into, from the adapter's own, if there is one:
-    that says how it was trained, but not how the whole model is loaded."""
+    """Write the card of a model that an adapter was merged into. It keeps the adapter's account of the
+    training, if there is one, but not how to load the adapter."""
     source = adapter / CARD
     if not source.is_file():
         return

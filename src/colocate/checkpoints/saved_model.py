@@ -35,8 +35,8 @@ class SavedModel:
         adapter: directory or Hub name of the adapter on them; None: there is none.
         revision: branch, tag or commit of the base on the Hub.
         options: the options of the run that trained it, without those in `code`; empty if they are not known.
-        code: the options of that run which decide which code is run. A command may say what they are; only
-            its user may have them followed.
+        code: the options of that run that name code to run. A command may print them; only its user may apply
+            them.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _directory_of(name: str) -> Path | None:
 
 
 def _options_of(directory: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`options` and `code` of a `SavedModel`; a run from Python has those that were set in its record."""
+    """`options` and `code` of a `SavedModel`; those of a run from Python are read from its record."""
     options: dict[str, Any] = {}
     for place in _run_directories(directory):
         if (place / RUN_FILE).is_file():

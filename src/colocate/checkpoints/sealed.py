@@ -216,8 +216,8 @@ def saving_model(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes `target`, or what that links to, when the block has
-    ended without an error."""
+    """Yield a directory to write into. When the block ends without an error it is renamed to `target`, or to
+    the target of that link."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists already: name a directory that does not, or an empty one.")
     target = target.resolve()
@@ -238,9 +238,9 @@ def writing_directory(target: Path) -> Iterator[Path]:
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Sealed checkpoints in `output_dir` in the order in which they were written.
 
-    The order of their steps may be another: a new run in an old run's directory, or a run that went back to
-    an older checkpoint, writes smaller numbers than are there. The order does not depend on the clock either,
-    because every seal gets a later time than the seals that it finds (`_seal`).
+    Their steps need not be in order: a new run in an old run's directory, or a run that went back to an older
+    checkpoint, writes smaller numbers than are there. The order does not depend on the clock either, because
+    every seal gets a later time than the seals that it finds (`_seal`).
     """
     if not output_dir.is_dir():
         return []
@@ -253,7 +253,7 @@ def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | 
 
     A path names the checkpoint, True and "auto" mean the newest, None and False mean none. If there is no
     checkpoint, True is an error and "auto" means none, so that one command both begins a run and continues
-    it, as a job needs that goes back into a queue.
+    it, as requeued jobs need.
     """
     if not resume_from_checkpoint:
         return None

@@ -126,7 +126,8 @@ def read_data(file: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with NumPy's numbers and arrays, which need the full unpickler, made Python's and tensors."""
+    """`value` with NumPy's numbers and arrays, which need the full unpickler, turned into Python numbers and
+    tensors."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

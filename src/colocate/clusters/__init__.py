@@ -1,6 +1,6 @@
 """Runs on a cluster that Ray manages: ranks and servers are placed, started, watched, and begun again.
 
-How the driver, the process of the command, does that, from the outside to the inside:
+The layers of the driver, which is the process of the command, from the outside to the inside:
 
     launch.launch             one start after another, each from the newest checkpoint
       cluster.connected       with the cluster that is there, or one of its own
@@ -11,8 +11,8 @@ How the driver, the process of the command, does that, from the outside to the i
               Replica.keep    a server, again and again; its _watch asks it once a second whether it works
                 Process.run   one process: "start", "follow", "follow", ... until the answer is its exit code
 
-On its node a process has an actor above it (`actor`) and is a group that ends with the actor, however that
-ended (`ProcessGroup`); Ray ends actors with their driver. What a process writes is the answer to "follow",
-and the driver asks for more once it has shown that: who writes faster waits, as for a slow terminal. The
-actor answers other questions meanwhile: to pass a signal on, to ask a server whether it works.
+On its node each process is started by an actor (`actor`) and forms a process group, which ends with the actor
+however the actor ends (`ProcessGroup`); Ray ends actors with their driver. The answer to "follow" is the
+output of the process. The driver asks for more once it has shown that: a process that writes faster waits, as
+for a slow terminal. Meanwhile the actor serves other calls: pass a signal on, ask a server whether it works.
 """

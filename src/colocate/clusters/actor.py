@@ -1,6 +1,6 @@
 """The actor of one process of a run, a rank or a server: it starts the process, hears it, and ends it.
 
-That is a process of its own because a run handles signals, which Python does in the main thread alone.
+The run is a process of its own because it handles signals, which Python does in the main thread alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 class ProcessActor:
-    """Starts one process at a time and answers the driver's questions about it; several at once."""
+    """Starts one process at a time and answers questions about it, also several at the same time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,12 +50,13 @@ class ProcessActor:
         self._error_file = Path()
 
     def place(self, directory: str | None, version: str) -> Place:
-        """Say where this is, or raise a ValueError, if this node lacks the directory or has another version.
+        """Enter the directory, and return host, address, GPUs and a free port. Raises ValueError if this node
+        lacks the directory or has another version.
 
         Args:
             directory: the driver's, which the process will be in. None: Ray has unpacked a copy of it
                 (`ray job submit --working-dir`), and the actor is in it.
-            version: the driver's, of this package.
+            version: the driver's version of this package.
         """
         import ray
 
@@ -82,9 +83,9 @@ class ProcessActor:
         """Start the process, after ending what an earlier one has left behind; returns its id.
 
         Args:
-            arguments: what follows `colocate`.
-            variables: what the process's environment has besides the node's.
-            size: of the terminal to give it; None: it gets pipes.
+            arguments: the words after `colocate`.
+            variables: environment variables to add to the node's.
+            size: size of the terminal that it gets; None: it gets pipes.
         """
         self.end()
         pairs = [os.pipe(), os.pipe()] if size is None else [os.openpty()]
@@ -110,7 +111,7 @@ class ProcessActor:
 
         Returns:
             File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code,
-            minus the signal's number if a signal ended the process; None: it goes on.
+            the negative signal number if a signal ended the process, None while it runs.
         """
         assert self._process is not None, "start comes first"
         self._resize(size)
@@ -137,7 +138,7 @@ class ProcessActor:
     """Asks the process, a server, whether it works."""
 
     def failure(self) -> Failure | None:
-        """Read why the process has failed, as it has said itself; None: it has not."""
+        """Read the error that the process has noted; None: it has noted none."""
         found = read_failure(self._error_file)
         self._error_file.unlink(missing_ok=True)
         return found

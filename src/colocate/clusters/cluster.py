@@ -32,12 +32,12 @@ _SLICE_S = 0.5
 
 @contextmanager
 def connected(run_id: str) -> Iterator[bool]:
-    """A connection with the cluster that RAY_ADDRESS names, or that runs on this machine, or else with one
-    that is started here and ends with the block; yields whether it is such an embedded one.
+    """Connect with the cluster that RAY_ADDRESS names, else with one that runs on this machine, else with one
+    that is started here and ends with the block. Yields whether it was started here.
 
     Raises:
         ImportError: Ray is not installed.
-        RuntimeError: Ray refuses, as it does where its version or Python's is another one in the cluster.
+        RuntimeError: Ray refuses, as it does if its version or Python's differs from the cluster's.
     """
     # Ray asks for its usage to be reported; where nobody has answered, the answer is no.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -61,8 +61,8 @@ def connected(run_id: str) -> Iterator[bool]:
 
 
 def _connect(given: str, namespace: str, stack: ExitStack) -> bool:
-    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this. `stack` ends what
-    holds for a cluster that is started here, once that has ended."""
+    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started here. `stack` undoes the
+    settings of a cluster that is started here after its end."""
     import ray
 
     if given not in ("", "auto", "local"):
@@ -110,7 +110,7 @@ def places(ask: ClusterRequest, name: str, *, is_embedded: bool) -> Iterator[tup
     ranks, this machine's first, and one for each server with GPUs of its own.
 
     Args:
-        is_embedded: the cluster is this machine alone. Others may grow, and are waited for.
+        is_embedded: the cluster is this machine alone. Other clusters may grow, so resources are waited for.
 
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
@@ -148,8 +148,8 @@ def places(ask: ClusterRequest, name: str, *, is_embedded: bool) -> Iterator[tup
 
 
 def _arithmetic(ask: ClusterRequest, is_ready: Sequence[bool]) -> str:
-    """A table of resources asked for, there and free; placement groups that have their share already count as
-    free."""
+    """A table of resources: asked for, present, and free. Those that the run's ready placement groups hold
+    count as free."""
     import ray
 
     free, parts = ray.available_resources(), []
@@ -166,7 +166,7 @@ def _per_node(kind: str) -> list[int]:
 
 
 def seat(group: Any, bundle: int, share: float) -> dict[str, Any]:
-    """Ray's options of an actor in a bundle of a placement group, of which it takes a share."""
+    """Ray's options for an actor that takes a share of a bundle of a placement group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     taken = group.bundle_specs[bundle]
@@ -178,7 +178,7 @@ def seat(group: Any, bundle: int, share: float) -> dict[str, Any]:
 
 
 def nodes_of(group: Any) -> list[str]:
-    """The node of each bundle of a placement group, which is one for all of them."""
+    """The node of each bundle of a placement group; our groups have all bundles on one node."""
     from ray.util.placement_group import placement_group_table
 
     return list(placement_group_table(group)["bundles_to_node_id"].values())

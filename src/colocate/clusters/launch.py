@@ -25,8 +25,8 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: ClusterRequ
 
     Replicas are started and ended with the ranks. One that is lost is started again, while the ranks go on.
     When a rank's process or node is lost, all ranks are started again and go on from the newest checkpoint
-    that this run has written; if there is none, they begin again. An error is taken as a loss if a checkpoint
-    was written since the ranks were started: one that comes before would only come again.
+    that this run has written; if there is none, they begin again. An error counts as a loss if a checkpoint
+    was written since the ranks were started; an earlier one would only come again.
 
     Raises:
         ImportError: Ray is not installed.

@@ -42,17 +42,17 @@ class Ending:
 
     @property
     def order(self) -> tuple[bool, bool, bool, float]:
-        """Sorts endings by how much they explain: what was lost, then errors of its own, of which the first
-        that was said (what all ranks find wrong, one alone says)."""
+        """Sort key of endings, those that explain most first: lost processes, then the processes' own errors
+        by time (an error of all ranks is noted by one of them)."""
         return not self.was_lost, self.failed_at_s == math.inf, not self.has_words, self.failed_at_s
 
 
 class Process:
-    """One process: its actor, which sits at its place on the cluster, and what it has said last.
+    """One process: its actor on the cluster, and its last output.
 
     Args:
-        seat: Ray's options of its actor: where it is, and what it takes.
-        output: what messages say of where its output is, as in ", of out/replica-0.log".
+        seat: Ray's options for its actor: the place, and the resources.
+        output: where its output is, for messages, as in ", of out/replica-0.log".
     """
 
     place: Place  # known once it is `present`
@@ -105,7 +105,7 @@ class Process:
         return self.ending(f"was ended by {names.get(-code, f'signal {-code}')}", 128 - code)
 
     def say(self, number: int, text: str) -> None:
-        """Do with its output on a file descriptor, 1 or 2, what is to be done with it."""
+        """Handle its output on file descriptor 1 or 2."""
         raise NotImplementedError
 
     def last_words(self, failure: Failure | None) -> str:
@@ -119,7 +119,8 @@ class Process:
     def ending(
         self, how: str, code: int = 1, *, was_lost: bool = True, failure: Failure | None = None
     ) -> Ending:
-        """How it has ended, with its last words; unless the caller says so, not by an error of its own."""
+        """The ending of the process, with its last output. By default it was lost, and did not fail by an
+        error of its own."""
         words = self.last_words(failure)
         text = f"{self} {self.fault or how}. {words or 'It had said nothing.'}"
         at_s = math.inf if failure is None else failure.at_s

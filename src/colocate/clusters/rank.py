@@ -13,8 +13,8 @@ from colocate.parallel.rank_failure import Failure
 
 
 class Rank(Process):
-    """A rank, whose output is shown: the first rank's as it comes, whole lines of the others by name. On a
-    terminal the first rank draws, and lines of the others are only kept."""
+    """A rank whose output is shown: that of the first rank at once, that of the others line by line with
+    their names. On a terminal the first rank draws, and lines of the others are only kept."""
 
     def __init__(self, number: int, seat: Mapping[str, Any]) -> None:
         super().__init__(f"rank {number}", seat)

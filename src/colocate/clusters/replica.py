@@ -1,7 +1,7 @@
 """A replica of a run on Ray: a rollout server, started again in its place when it is lost or hangs.
 
 The trainers find it by its address, as they find a server that somebody has started by hand, and the pool of
-their engines gives a server that is back the weights of now before it gets a request.
+their engines gives a server that is back the present weights before any request.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ START_S = 1800.0
 
 
 class Replica(Process):
-    """A server, started again when lost, `beside` the ranks whose GPUs it draws on, if it has none of its
-    own. What it says is appended to its log."""
+    """A server that is started again when it is lost. Without GPUs of its own it uses those of the ranks
+    `beside`. Its output is appended to its log."""
 
     is_ready = False
     """Whether it has answered since it was last started."""
@@ -47,8 +47,8 @@ class Replica(Process):
         self.tail.write(text)
 
     async def keep(self, arguments: Sequence[str], variables: Mapping[str, str], max_restarts: int) -> Ending:
-        """Run the server, and start it again in its place whenever it is lost, unless it never was ready:
-        then returns how it has ended, as it would end again.
+        """Run the server, and start it again in its place whenever it is lost. Returns the ending of a server
+        that never was ready, since it would end so again.
 
         Args:
             max_restarts: how often it is started again without having been ready in between.

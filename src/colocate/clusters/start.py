@@ -35,8 +35,8 @@ class Start:
 
     Args:
         groups: the ranks' placement groups, one for each node.
-        own_groups: the servers', where they have GPUs of their own. Else they are in slices of the ranks'
-            bundles, and take nothing of Ray's resources there.
+        own_groups: placement groups of servers that have GPUs of their own. Other servers are in slices of
+            the ranks' bundles, and take none of Ray's resources there.
 
     Raises:
         ValueError: the ranks' bundles cannot be cut into so many slices.
@@ -82,7 +82,7 @@ class Start:
         return ended.pop().result()
 
     def keep_replicas(self) -> list[asyncio.Task[Ending]]:
-        """Start all servers; returns what keeps each of them (`Replica.keep`)."""
+        """Start all servers; returns a task for each (`Replica.keep`)."""
         tasks, of_ranks = [], [rank.place for rank in self.ranks]
         addresses = {place.address for place in (*of_ranks, *(replica.place for replica in self.replicas))}
         for replica in self.replicas:
@@ -129,8 +129,8 @@ class Start:
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))
 
     def variables(self, number: int) -> dict[str, str]:
-        """The variables that torchrun would set, the GPUs of the node's ranks, which all of them see
-        (LOCAL_RANK is the number of a rank's own), and where the servers are."""
+        """The environment variables of a rank: those that torchrun would set, the GPUs of all ranks of its
+        node (LOCAL_RANK is the index of its own), and the servers' addresses."""
         places, per_node = [rank.place for rank in self.ranks], self._ask.ranks_per_node
         first = number - number % per_node
         gpu_ids = [gpu for place in places[first : first + per_node] for gpu in place.gpu_ids]

@@ -60,8 +60,7 @@ def add_loading(command: argparse.ArgumentParser) -> None:
 
 
 def loading_options(known: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, as `inference.loading.load` takes them. Those that were not are the
-    run's."""
+    """The given options, as `inference.loading.load` takes them. The run's options stand for the others."""
     switches = ("load_in_4bit", "trust_remote_code", "use_cpu")
     switched = {name: True for name in switches if getattr(known, name)}
     return {"engine": known.engine, "seed": known.seed, **switched}

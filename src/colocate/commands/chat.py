@@ -190,7 +190,7 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 @contextmanager
 def _noting_interrupt() -> Iterator[list[int]]:
-    """Gather the first Ctrl-C, so that no computation is torn; the second one interrupts as ever."""
+    """Note the first Ctrl-C, so that it stops no computation half-way; the second one interrupts as usual."""
     interrupts: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 

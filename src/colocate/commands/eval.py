@@ -136,7 +136,7 @@ def _of_run_file(name: str, base: str | None) -> SavedModel:
 
 
 def _given_format(known: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run, with what was given about prompts and columns in place of its own."""
+    """The options of a run; given options about prompts and columns override its own."""
     names = ("prompt_column", "prompt_template", "system_prompt", "columns")
     given = {name: getattr(known, name) for name in names if getattr(known, name) is not None}
     sources = {"prompt_column", "prompt_template"}
@@ -205,7 +205,7 @@ def _task(known: argparse.Namespace, run_of: SavedModel) -> RunConfig:
 
 
 def _check_built_in(names: list[str], run_of: SavedModel) -> None:
-    """Refuse reward functions of a run's directory that are code of its own."""
+    """Refuse a run's reward functions that are not built in, since they are code of its directory."""
     from colocate.rewards import BUILT_IN
 
     if own := [name for name in names if name not in BUILT_IN]:
@@ -217,7 +217,7 @@ def _check_built_in(names: list[str], run_of: SavedModel) -> None:
 
 
 def _split_of(name: str) -> str:
-    """The split that a dataset is measured on: "test", but a file or a generated task has "train" alone."""
+    """The split that a dataset is measured on: "test", or "train" for a file or a generated task."""
     from colocate.data.loading import TASK_PREFIX
 
     return "train" if Path(name).is_file() or name.startswith(TASK_PREFIX) else "test"
@@ -321,7 +321,8 @@ def _drawn(sampling: Any) -> str:
 
 
 def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str, held_out: str) -> None:
-    """Print a row for each measure and a column for each model, which fits 60 columns for two of them."""
+    """Print a row for each measure and a column for each model; with two models it is up to 60 characters
+    wide."""
     from rich.console import Console
     from rich.table import Table
 

@@ -48,13 +48,14 @@ def _scores() -> ModuleType:
 def importing_ahead() -> Iterator[None]:
     """Import in threads what PyTorch and transformers, imported within the block, will ask for.
 
-    The block ends when the threads have ended, so that nobody forks a process while they hold a lock. What
-    cannot be imported is left to whoever needs it, to say so.
+    The block ends when the threads have ended, so that nobody forks a process while they hold a lock. A
+    module that cannot be imported raises where it is needed.
 
-    Nothing is collected as garbage meanwhile, and what is there at the end never is: some 360,000 objects are
-    modules' and stay, and looking through them takes an eighth of the time, and later 0.1 to 0.3 s each time.
+    The garbage collector is off meanwhile, and never looks at the objects that are there at the end: some
+    360,000 belong to modules and stay. Looking through them takes an eighth of the time, and later 0.1 to 0.3
+    s each time.
 
-    Once PyTorch is there, nothing of this is done: there may be large objects, whose memory is to be freed.
+    If PyTorch is imported already, this does nothing: there may be large objects whose memory is to be freed.
     """
     late = sys.modules.setdefault(SCORES, _Late(SCORES))
     try:

@@ -150,7 +150,7 @@ def _serve(
 
 
 def _key_for(host: str) -> ServerKey | None:
-    """The key that requests need, which an address that other machines reach must have; or None."""
+    """The key that requests need, or None. An address that other machines reach must have one."""
     key = key_from_environment()
     if key is None and not is_loopback(host):
         raise ValueError(

@@ -261,7 +261,7 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
 
 
 def _refuse_moved(file: Path | None, config: GRPOConfig) -> None:
-    """Refuse to begin anew where a run is to go on whose directory was copied or moved, run file and all."""
+    """Refuse to begin anew where a run is to be resumed whose directory was moved along with its run file."""
     from colocate.checkpoints.sealed import AUTO, list_checkpoints
 
     if file is None or config.resume_from_checkpoint not in (True, AUTO) or list_checkpoints(config.run_dir):

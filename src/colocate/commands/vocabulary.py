@@ -1,8 +1,8 @@
 """Errors in the words of the command that shows them.
 
-The parts that commands share advise options of a run. `colocate chat` and others call some of these
-otherwise, and lack most of them. So before a message is shown, advice gets the names that the command has,
-and advice that it cannot follow is left out.
+Messages of parts that commands share advise options of a run. `colocate chat` and others have other names for
+some of these, and lack most of them. So before a message is shown, options get the names that the command
+has, and advice on options that it lacks is left out.
 """
 
 from __future__ import annotations

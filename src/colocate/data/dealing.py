@@ -19,14 +19,14 @@ def deal(
 ) -> list[int]:
     """The rank that each sequence goes to; a prompt counts once on each rank that has a part of its group.
 
-    While the largest rank is more than `CLOSE_ENOUGH` times the mean, a sequence or its rank's part of a
-    group moves from there to the smallest rank: the one that leaves the larger of both ranks smallest, prompt
-    included. All that leave it below that bound are equally good, and of these the fewest sequences move. In
-    the end each sequence that could have stayed without making the largest rank larger goes back.
+    While the largest rank has more than `CLOSE_ENOUGH` times the mean, one sequence, or its whole part of a
+    group, moves to the smallest rank. The move is the one after which the larger of the two ranks is
+    smallest, prompt included. All moves below that bound are equally good, and of these the one with the
+    fewest sequences is taken. In the end each sequence goes back that makes the largest rank no larger.
 
-    So where it stops early, the largest rank has at most one sequence with its prompt more than the smallest.
-    No rank stays without a sequence unless there are fewer sequences than ranks. The result depends on the
-    numbers only, so every rank can compute it for itself.
+    If it stops early, the largest rank has at most one sequence and its prompt more than the smallest. Each
+    rank gets a sequence unless there are fewer sequences than ranks. The result depends on the numbers only,
+    so every rank can compute it for itself.
 
     Args:
         groups: for each prompt, the indices of the sequences that share it; every index occurs once.
@@ -88,8 +88,8 @@ def _close_enough(hands: Sequence[_Hand]) -> float:
 def _best_move(
     hands: Sequence[_Hand], prompts: Sequence[int], own: Sequence[int]
 ) -> tuple[_Hand, _Hand, int, list[int]] | None:
-    """From the largest rank, to the smallest, and which sequences of which group; None if nothing is to be
-    gained."""
+    """The best move: the rank that gives, the rank that takes, the group, and its sequences; None if no move
+    helps."""
     smallest = min(hands, key=lambda hand: hand.num_tokens)
     givers = [hand for hand in hands if hand.has_several]
     if not givers:
@@ -117,7 +117,7 @@ def _best_move(
 def _take_back(
     hands: Sequence[_Hand], prompts: Sequence[int], own: Sequence[int], owners: Sequence[int]
 ) -> None:
-    """Give back each sequence without which its first rank is no larger than the ranks may be."""
+    """Give each sequence back to the rank that it came from, if that stays within the bound."""
     has_changed = True
     while has_changed:
         has_changed = False

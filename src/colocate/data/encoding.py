@@ -28,7 +28,7 @@ class TooManyTokens(ValueError):
 
 
 def encoded_up_to(encode: Callable[[str], list[int]], text: str, most: int) -> list[int]:
-    """The token ids of a text, found without encoding much more of it than has `most` tokens.
+    """The token ids of a text; encoding stops soon after `most` tokens.
 
     Raises:
         TooManyTokens: a beginning of the text has more. A text slightly longer than `most` is encoded whole.
@@ -48,7 +48,7 @@ def encoded(tokenizer: Any, text: str, what: str) -> list[int]:
         what: the subject of the error's sentence, such as "The prompt".
 
     Raises:
-        ValueError: the tokenizer has no token for a part of the text, as one without an unknown token may.
+        ValueError: the tokenizer has no token for a part of the text, and no unknown token.
     """
     try:
         return list(tokenizer(text=text)["input_ids"])
@@ -80,7 +80,7 @@ def is_continued(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, 
 
 
 def ending_of(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `apply_chat_template` for a prompt: these, and what says how it ends."""
+    """The arguments of `apply_chat_template` for a prompt: the given ones, and those that say how it ends."""
     if is_continued(messages, arguments):
         return {**arguments, "add_generation_prompt": False}
     return {**without_continuing(arguments), "add_generation_prompt": True}

@@ -135,7 +135,7 @@ def _read_entry(option: str, given: Any, defaults: Mapping[str, Any]) -> Dataset
 
 
 def mix(parts: Mapping[str, AnyDataset], *, is_weighted: bool) -> AnyDataset:
-    """The datasets one after the other, with the column `dataset` that names each row's.
+    """The datasets one after the other, with a column `dataset` that names the dataset of each row.
 
     Args:
         parts: the datasets by their labels; all have the column `prompt`.

@@ -55,8 +55,8 @@ class Shuffled:
     def epoch(self, number: int) -> Tensor:
         """A permutation of the rows.
 
-        The permutations come one after another from one generator, so an epoch's needs its predecessors'
-        draws (about 10 ms per million rows), but never their prompts.
+        One generator draws the permutations one after another, so those of earlier epochs are drawn first
+        (about 10 ms per million rows); their prompts are not read.
         """
         if self._num_drawn > number or self._num_drawn == 0:
             self._generator.manual_seed(self._seed)

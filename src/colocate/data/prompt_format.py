@@ -20,7 +20,7 @@ _BRACES = r"A brace of the text itself is written twice, as in \boxed{{}}."
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a row of a dataset becomes a prompt and the columns that reward functions see.
+    """The format of a dataset: makes of its row a prompt and the columns that reward functions see.
 
     All options name columns as the dataset has them.
 
@@ -58,7 +58,7 @@ class PromptFormat:
     def apply(self, dataset: TrainData, name: str) -> TrainData:
         """The dataset with a column `prompt`, and with its other columns renamed.
 
-        The column that `prompt_column` names becomes `prompt`; those in the template stay beside it.
+        The column that `prompt_column` names becomes `prompt`; those in the template stay.
 
         Args:
             name: what messages call the dataset.

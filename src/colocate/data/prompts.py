@@ -130,7 +130,7 @@ def tokenize_prompts(
     Args:
         max_prompt_length: Longer prompts keep their last `max_prompt_length` tokens, the generation prompt
             and the end of the question among these.
-        names: How errors name the rows; by default by their numbers here.
+        names: Names of the rows in errors; by default their indices.
         schemas: The JSON schemas of each row's tools, for its chat template; None: it has none.
         context_length: Text that certainly has more tokens is refused before it is encoded; None: none is.
 
@@ -265,8 +265,8 @@ def decode_completions(
 def check_context_length(
     num_prompt_tokens: int, max_completion_length: int, context_length: int, reason: str = ""
 ) -> None:
-    """Raises ValueError unless a prompt and the longest completion together fit the model's context, whose
-    length has a `reason`."""
+    """Raises ValueError unless a prompt and the longest completion together fit the model's context; `reason`
+    says what limits that."""
     total = num_prompt_tokens + max_completion_length
     if total <= context_length:
         return

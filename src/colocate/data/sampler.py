@@ -105,7 +105,7 @@ class PromptBatches(Iterator[PromptBatch]):
 
         Args:
             at_least: prompts that suffice where an epoch has no more; None: `num_prompts`.
-            multiple_of: what the number of prompts is to be a multiple of, at an epoch's end as well.
+            multiple_of: the number of prompts is a multiple of this, at an epoch's end as well.
 
         Raises:
             StopIteration: all epochs are over.
@@ -132,8 +132,7 @@ class PromptBatches(Iterator[PromptBatch]):
         raise StopIteration
 
     def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
-        """The position at which `batch` comes next, again; by default that of the first batch not yet
-        taken."""
+        """The position from which `batch` comes next; by default that of the first batch not yet taken."""
         batch = self._ahead[0] if batch is None and self._ahead else batch
         epoch, row, number, key = (
             (self._epoch, self._row, self._number, self._key)

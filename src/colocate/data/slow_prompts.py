@@ -27,7 +27,7 @@ _longest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def limited(function: Callable[[], None]) -> None:
-    """Call what renders and encodes prompts before the first step.
+    """Call a function that renders and encodes prompts before the first step.
 
     Raises:
         ValueError: it takes longer than `START_S`.
@@ -48,7 +48,7 @@ def limited(function: Callable[[], None]) -> None:
 
 @contextmanager
 def named_if_slow(names: Sequence[str], prompts: Sequence[Any]) -> Iterator[Iterator[int]]:
-    """Give the numbers of prompts, one after the other; a warning names the one at which it takes long."""
+    """Yield an iterator over the prompts' indices; a warning names the prompt at which it takes long."""
     at_work = [0]
 
     def numbers() -> Iterator[int]:
@@ -78,8 +78,7 @@ def named_if_slow(names: Sequence[str], prompts: Sequence[Any]) -> Iterator[Iter
 
 
 def check_chars(text: str, tokenizer: PreTrainedTokenizerBase, most_tokens: int, name: str) -> None:
-    """Raises ValueError if a text has more tokens than fit, whatever they are: encoding it could take
-    minutes."""
+    """Raises ValueError if a text certainly has more tokens than fit: encoding it could take minutes."""
     if len(text) <= _CERTAIN_CHARS:
         return
     if tokenizer not in _longest:

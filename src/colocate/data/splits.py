@@ -27,7 +27,7 @@ def check_datasets(
 
     Args:
         apply_chat_template: whether prompts that are strings become conversations.
-        kept_columns: what `remove_unused_columns` leaves of the datasets.
+        kept_columns: columns that `remove_unused_columns` keeps.
 
     Raises:
         ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.

@@ -32,10 +32,11 @@ def check_template(
 
     Args:
         rows: a few rows of the training data.
-        tokenize: the prompt tokens of rows.
+        tokenize: returns the prompt tokens of rows.
 
     Raises:
-        ValueError: prompts with different texts have the same tokens, or one prompt has others each time.
+        ValueError: prompts with different texts have the same tokens, or one prompt has different tokens each
+            time.
     """
     rows = [row for row in rows if is_conversational(row["prompt"])]
     if not rows:
@@ -59,7 +60,7 @@ def check_template(
 
 
 def _tells_clock(row: dict[str, Any], tokenize: Tokenize, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the prompt has the time at which it was rendered, of which there is a warning then."""
+    """Whether the prompt contains the time at which it was rendered; warns if so."""
     before = datetime.now()
     (ids,) = tokenize([row])
     text = _packed(str(tokenizer.decode(list(ids))))

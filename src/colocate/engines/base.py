@@ -15,8 +15,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 
 
 class EngineLost(RuntimeError):
-    """Raised where the server that generates is gone, or of no use any more: another engine can do what it
-    was asked to."""
+    """The server that generates is gone or useless; another engine can do the same work."""
 
 
 class RolloutEngine(Protocol):
@@ -49,12 +48,12 @@ class RolloutEngine(Protocol):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes that the KV cache holds now, asleep those that `sleep` let it keep; 0 if it cannot tell."""
+        """Bytes that the KV cache holds now; while asleep, those that `sleep` let it keep. 0 if unknown."""
         ...
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Bytes that a copy of the weights holds now, asleep those that `sleep` let it keep."""
+        """Bytes that a copy of the weights holds now; while asleep, those that `sleep` let it keep."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -73,7 +72,7 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
-        """Let sequences wait to be generated: one for each sample of each prompt, prompt by prompt.
+        """Queue sequences to be generated: one for each sample of each prompt, prompt by prompt.
 
         Args:
             sampling: equal to that of all sequences that the engine still has.
@@ -118,11 +117,11 @@ class RolloutEngine(Protocol):
         ...
 
     def abort(self, sequences: Iterable[int]) -> None:
-        """Forget sequences, whatever they do, and free what they hold. Unknown ones are harmless."""
+        """Forget sequences in any state, and free their memory. Unknown numbers are ignored."""
         ...
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the memory of the KV cache and of a copy of the weights back. Sleeping twice is harmless.
+        """Give back the memory of the KV cache and of a copy of the weights. Sleeping twice is harmless.
 
         The engine may keep up to `keep_bytes` of that memory, so that it wakes up faster; the contents are
         lost in any case. Sequences stay, and are computed again from their tokens. Called while asleep,

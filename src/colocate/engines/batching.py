@@ -50,15 +50,15 @@ def choose_batching(
     rounding: Rounding,
     name: str,
 ) -> str:
-    """The quickest batching in which a model's log-probs are those of each sequence in a batch of one.
+    """The quickest batching that leaves a model's log-probs as they are in batches of one.
 
-    A batch of one shows how far apart rounding alone puts them, and a larger batch is measured by that.
+    Batches of one show the difference that rounding alone makes; larger batches are judged by that.
 
     Args:
         generate: completes prompts in one batch.
         score: log-probs [C] of a completion of C tokens, by a forward pass of this sequence alone, uncached.
         vocab_size: the token ids of the prompts to try are below it.
-        rounding: between which bounds the mean |difference| is taken for rounding, whatever was measured.
+        rounding: bounds of the mean |difference|, between which the measurement decides.
         name: the architecture, for the log.
     """
     alone = _try(ALONE, generate, score, vocab_size)

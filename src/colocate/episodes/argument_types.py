@@ -16,8 +16,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 def with_typed_arguments(
     calls: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The calls, in which a text that is meant for a parameter of another type has become its value. What
-    does not fit the type stays as the model has written it.
+    """The calls, with texts converted to the types of their parameters. Text that does not fit its type stays
+    as the model has written it.
 
     Args:
         calls: `{"type": "function", "function": {"name", "arguments"}}` each.

@@ -16,7 +16,7 @@ _MEDIA_KEYS = _MEDIA | {"type", "url", "path", "base64", "data", "source", "form
 
 
 class MediaError(ValueError):
-    """A tool has returned an image, a video or sound, of which a model of text sees nothing."""
+    """A tool has returned an image, a video or sound, which a text model cannot see."""
 
 
 def content_of(value: Any, name: str, max_chars: int = MAX_CHARS) -> str | list[Any]:

@@ -92,12 +92,12 @@ class Scene:
         """Note that a turn's tools have answered.
 
         Args:
-            results: what they have answered; after one that was left running the environment is lost.
+            results: the tools' answers. If one was left running, the environment is lost.
 
         Returns:
             The turn's reward: the sum of what was appended to the environment's list `turn_rewards` since the
-            turn before. None if it has no such attribute, or that is None. It comes on top of the episode's
-            rewards, `get_reward` among them: what is in one must not be in the other.
+            turn before. None if it has no such attribute, or that is None. It is added to the episode's
+            rewards, `get_reward` among them, so nothing may be in both.
 
         Raises:
             ValueError: there is something else than a list of finite numbers, or it has become shorter.
@@ -129,7 +129,7 @@ class EnvironmentPool:
 
     One of each is constructed at once, to look at its class. Tools are the functions of the class, static
     methods among them, but `reset`, `get_reward` and names that begin with an underscore; properties are not
-    evaluated, and what only the instance has is not found.
+    evaluated, and attributes of the instance alone are not found.
 
     Args:
         factories: a class or function without arguments that makes an environment; or several by name, of
@@ -206,8 +206,8 @@ class EnvironmentPool:
         return scenes
 
     def end(self, scene: Scene) -> None:
-        """Take an environment back for another episode: not before the reward functions have seen it. One
-        that is lost is thrown away."""
+        """Take an environment back for another episode, after the reward functions have seen it. A lost one
+        is thrown away."""
         if scene.number in self._free[scene.name]:
             raise ValueError(f"The environment {scene.environment!r:.100} was given back twice.")
         if scene.is_lost:
@@ -250,7 +250,7 @@ class EnvironmentPool:
         return Scene(instance, name, number, prompt, toolbox, self._calls)
 
     def _new(self, name: str | None) -> Any:
-        """An environment that none of the others is."""
+        """A new environment, which is none of the others."""
         instance = self._make(name)
         if any(instance is other for other in self._instances[name]):
             raise ValueError(
@@ -389,7 +389,7 @@ def _turn_rewards(environment: Any, calls: LimitedCalls) -> list[Any] | None:
 
 
 def _asked(environment: Any, attribute: str, default: Any, calls: LimitedCalls) -> Any:
-    """An attribute of an environment, which may be a property, and then has the time that tools have.
+    """An attribute of an environment; a property has the same time limit as tools.
 
     Raises:
         ValueError: the property has raised something, or takes too long.

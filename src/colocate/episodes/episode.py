@@ -161,8 +161,8 @@ class Episode:
         return parent, context[ends[parent] :]
 
     def context_tokens(self) -> tuple[int, int]:
-        """The tokens of the contexts of all calls of which the engine has told how many it had in its cache,
-        and how many these were."""
+        """Context tokens and, of these, cached tokens, summed over the calls whose cached tokens the engine
+        has told."""
         ends: list[int] = []
         num_tokens = num_cached = 0
         for node in self.nodes:
@@ -173,7 +173,7 @@ class Episode:
         return num_tokens, num_cached
 
     def returns(self) -> tuple[float, ...]:
-        """The sum for each node of what its turn and those after it have earned by themselves."""
+        """The summed rewards of each node's turn and of the turns after it."""
         rewards = [self.turn_rewards.get(number, 0.0) for number in range(len(self.nodes))]
         return tuple(itertools.accumulate(reversed(rewards)))[::-1]
 
@@ -232,7 +232,7 @@ class Episode:
 
 
 def num_shared(rows: Sequence[Row]) -> int:
-    """How many tokens all of some rows begin with, at most all of a row but its last, which is never read."""
+    """The number of tokens that all rows begin with, without a row's last token, which is never read."""
     sequences = [row.prompt_ids + row.completion_ids[:-1] for row in rows]
     in_step = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in in_step)

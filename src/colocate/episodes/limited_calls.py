@@ -27,8 +27,8 @@ class LimitedCalls:
     """Calls functions one after the other in the main thread, or together in threads.
 
     A call that takes too long has raised TimeoutError: it is interrupted in the main thread, and left to
-    itself in another one. SystemExit is an error like others; KeyboardInterrupt is passed on. A copy of the
-    process that a function makes and lets go on is ended.
+    itself in another one. SystemExit is an error like others; KeyboardInterrupt is passed on. A process that
+    a function forks, and that returns from it, is ended.
 
     Args:
         timeout_s: seconds that each call may take; None: no limit.
@@ -45,7 +45,7 @@ class LimitedCalls:
         return self._here(name, function) if is_main else self._in_threads([(name, function)], 1)[0]
 
     def all(self, calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Outcome]:
-        """Call functions, each with its name for messages, and return what they have come to.
+        """Call functions, each with its name for messages, and return their outcomes.
 
         Raises:
             RuntimeError: there is a limit and no worker, and this is not the main thread.

@@ -201,7 +201,7 @@ class Renderer:
             most: tokens that can be used; None: any number.
 
         Returns:
-            What closes the sampled turn, the new messages and the next generation prompt. None: the template
+            The end of the sampled turn, the new messages and the next generation prompt. None: the template
             rewrites what came before, and the conversation must be rendered anew.
 
         Raises:
@@ -231,7 +231,7 @@ class Renderer:
         given_ids: Sequence[int] = (),
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> Message:
-        """The assistant message that a sampled turn is.
+        """Parse a sampled turn into an assistant message.
 
         Args:
             given_ids: what was given before the turn; its end, the generation prompt, may open the reasoning.
@@ -239,9 +239,9 @@ class Renderer:
 
         Returns:
             A message with `content` and, where the model has written them, `reasoning_content` and
-            `tool_calls`. What cannot be read as a call stays plain content, and so do calls that the chat
-            template refuses: Mistral's want ids of nine characters. Where the tokenizer carries a response
-            template, that is what reads.
+            `tool_calls`. Text that cannot be read as a call stays plain content, and so do calls that the
+            chat template refuses: Mistral's want ids of nine characters. If the tokenizer carries a response
+            template, that parses the turn.
         """
         ids = list(token_ids)
         stop = self._decoded(ids.pop()) if ids and ids[-1] in self.stop_token_ids else ""
@@ -259,7 +259,7 @@ class Renderer:
     def _message_of(
         self, text: str, stop: str, prefix: str, tools: Sequence[dict[str, Any]] | None
     ) -> Message:
-        """The message that a text is.
+        """Parse a text into a message.
 
         Raises:
             ValueError: the response template cannot read it.
@@ -285,8 +285,8 @@ class Renderer:
         """The sampled part of the text that follows a turn's: it ends with the stop token.
 
         Args:
-            end: what the template puts behind the text where the turn is the last.
-            after: what it puts there, and the messages that follow.
+            end: text that the template puts after a turn that is the last.
+            after: text that it puts after the turn otherwise, and the messages that follow.
         """
         known = self._tokenizer.added_tokens_decoder  # only such a token stands for the same text everywhere
         stops = self._stops if last_id is None else {self._decoded(last_id)} if last_id in known else set()
@@ -309,7 +309,7 @@ class Renderer:
         new_messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None,
     ) -> bool:
-        """Whether the template changes what came before the last turn, or drops a part of that."""
+        """Whether the template changes or drops a part of the text before the last turn."""
         before = self._text(messages[:-1], tools, add_generation_prompt=False)
         after = self._text([*messages, *new_messages], tools, add_generation_prompt=True)
         written = (str(messages[-1].get(part) or "").strip() for part in ("reasoning_content", "content"))
@@ -346,8 +346,8 @@ class Renderer:
             ) from error
 
     def _readable(self, message: Message) -> Message:
-        """A message as the template can show it: lists that are no blocks of content may have to be text, and
-        so may arguments."""
+        """A message that the template can render: if it needs that, arguments and lists that are no content
+        blocks become text."""
         if not self._shows_lists and _has_plain_list(message):
             message = {**message, "content": str(message["content"])}
         if not self._reads_mappings and message.get("tool_calls"):
@@ -369,7 +369,7 @@ class Renderer:
         return encode(text) if most is None else encoded_up_to(encode, text, most)
 
     def _ids_from(self, text: str, start: int, most: int | None) -> list[int]:
-        """The tokens of `text[start:]`, in which a tokenizer that marks a text's beginning marks none."""
+        """The tokens of `text[start:]`, without a token that marks a text's beginning."""
         head = self._ids(text[:start])
         ids = self._ids(text, None if most is None else len(head) + most)
         return ids[len(head) :] if ids[: len(head)] == head else self._ids(text[start:])
@@ -395,7 +395,7 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
 
 
 def _has_plain_list(message: Message) -> bool:
-    """Whether a message is a tool's whose content is a list, but not one of blocks."""
+    """Whether a message is a tool's, and its content a list of other things than blocks."""
     content = message.get("content")
     if message["role"] != "tool" or not isinstance(content, list):
         return False
@@ -423,7 +423,7 @@ def _call(name: str) -> Message:
 
 
 def _calls(named: Sequence[tuple[str, str]]) -> Message:
-    """A message that calls tools, names and ids of the calls given; the mark stands in the last one."""
+    """A message that calls tools, by their names and call ids; the mark stands in the last call."""
     calls: list[Message] = [
         {"type": "function", "id": number, "function": {"name": name, "arguments": {}}}
         for name, number in named

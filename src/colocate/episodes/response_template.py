@@ -24,7 +24,7 @@ def templated_message(
     Args:
         text: what the model has written, its stop token too: templates may look for it.
         prefix: what came before, or the last of it: templates look for the beginning of the turn.
-        tools: JSON schemas of the tools; they say of which types arguments are.
+        tools: JSON schemas of the tools; they tell the types of arguments.
 
     Returns:
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.

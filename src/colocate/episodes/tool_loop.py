@@ -41,8 +41,7 @@ class ToolLoop:
         self._ping: Task | None = None
 
     def submit(self, awaitable: Awaitable) -> Task:
-        """Start an awaitable; `future` of the task is for a pair, its result and the exception that it
-        raised."""
+        """Start an awaitable; the task's `future` gives a pair, the result and the exception raised."""
         task = Task(self._loop.submit(awaitable), self._timeout_s)
         task.future.add_done_callback(lambda _: self._end(task))
         return task

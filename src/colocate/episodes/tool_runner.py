@@ -64,8 +64,8 @@ class ToolRunner:
     """Runs calls of tools: sync ones in the main thread, async ones on an event loop of their own.
 
     Whoever drives the engine starts the calls of an assistant message under a key and polls between the
-    engine's windows. A message's results come together, in the order of its calls, when all have ended; one
-    message does not wait for another's, but for the main thread: sync tools of all messages take turns there
+    engine's windows. A message's results come together, in the order of its calls, when all have ended.
+    Messages do not wait for each other, except that sync tools of all messages take turns in the main thread
     (they may use signals, which other threads cannot). With `num_workers` they run in threads instead.
 
     After `timeout_s` seconds the model reads an error in place of a result, and
@@ -77,10 +77,9 @@ class ToolRunner:
     - a sync tool in a worker's thread cannot be interrupted: it is left to itself, and another thread takes
       its thread's place. If it keeps all threads from running, the process ends, too.
 
-    Whatever a tool raises is such an error, `SystemExit` too; only `KeyboardInterrupt` is passed on, and that
-    a tool has returned an image (`MediaError`). Tools
-    get copies of their arguments, and lists that they return are copied: what they do with them later changes
-    no message.
+    The model also reads whatever a tool raises, `SystemExit` included. Only `KeyboardInterrupt` and
+    `MediaError` (a tool has returned an image) are passed on. Tools get copies of their arguments, and lists
+    that they return are copied: changing them later changes no message.
 
     A runner is a context manager, which may be entered within itself: at the end of the outermost one, calls
     are forgotten and threads end. The next call starts others.
@@ -116,7 +115,7 @@ class ToolRunner:
         return bool(self._batches)
 
     def start(self, key: Hashable, calls: Sequence[ToolCall]) -> None:
-        """Take calls on. Async tools begin at once; sync ones in `poll`, or when a worker is free.
+        """Accept calls. Async tools begin at once; sync ones in `poll`, or when a worker is free.
 
         Args:
             key: names the calls in what `poll` returns.
@@ -137,11 +136,11 @@ class ToolRunner:
         self._advance(key, batch)
 
     def poll(self, budget_s: float = 0.0) -> dict[Hashable, list[ToolResult]]:
-        """Run what waits for the main thread, and return what has finished.
+        """Run calls that wait for the main thread, and return results.
 
         Args:
-            budget_s: sync tools are begun here for that many seconds; if any wait, one is in any case. A tool
-                that is running when they are over is not interrupted before its own time is.
+            budget_s: sync tools are begun for that many seconds, at least one if any wait. A tool that still
+                runs then is interrupted only at the end of its own time.
 
         Returns:
             The results of each message whose calls have all ended, in the order of its calls, by its key.
@@ -222,7 +221,7 @@ class ToolRunner:
     # --- beginning -----------------------------------------------------------------------------------------
 
     def _advance(self, key: Hashable, batch: _CallBatch) -> None:
-        """Begin what may begin now that nothing of the batch's sync calls runs."""
+        """Begin the next calls of a batch, of which no sync call runs."""
         if batch.sync and self._workers is None:
             self._queue.append(key)
         elif batch.sync and self._workers is not None:
@@ -272,8 +271,7 @@ class ToolRunner:
                 self._advance(key, batch)
 
     def _attempt(self, call: ToolCall) -> ToolResult | Awaitable:
-        """Call a sync tool. What it returns may be an awaitable after all: of a function that wraps an async
-        one, say."""
+        """Call a sync tool. It may return an awaitable, such as that of an async function that it wraps."""
         start = time.monotonic()
         try:
             with users_code(f"The tool {call.name!r}"):
@@ -296,7 +294,7 @@ class ToolRunner:
     # --- ending --------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take the results of what has ended in other threads, and give up what is overdue."""
+        """Take the results of calls that have ended in other threads, and give up overdue calls."""
         is_late, now = False, time.monotonic()
         for key, batch in self._batches.items():
             for index, work in list(batch.running.items()):
@@ -319,7 +317,7 @@ class ToolRunner:
         self._loop.check(is_late)
 
     def _settle(self, batch: _CallBatch, index: int, outcome: ToolResult | Awaitable | BaseException) -> None:
-        """Note what a call has come to; an awaitable is one more async call, and what is passed on is
+        """Note a call's outcome; an awaitable becomes one more async call, and errors that are passed on are
         raised."""
         batch.running.pop(index, None)
         if isinstance(outcome, BaseException):
@@ -358,7 +356,8 @@ class ToolRunner:
             self._left.append(work)
 
     def _stop_watching_if_idle(self) -> None:
-        """Let a machine that is stopped for a while between tools not look like one that hangs."""
+        """Stop the watch if idle: a machine that is suspended between tools must not look like one that
+        hangs."""
         self._left = [job for job in self._left if job.started_s is not None and not job.is_done]
         if not self._left and not any(batch.running for batch in self._batches.values()):
             self._watch.stop()

@@ -62,7 +62,8 @@ class Agreement:
         self._num_restarts_seen = -1
 
     def leave_out(self) -> None:
-        """Compare nothing until the engine starts again: older weights have drawn a part of what comes."""
+        """Compare nothing until the engine starts again: Compare nothing until the engine restarts: older
+        weights have drawn some of the coming tokens."""
         self._num_restarts_seen = self._engine.num_restarts
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -106,8 +107,8 @@ class Agreement:
 def _explained(most: float, own: float) -> float:
     """The distance that rounding explains in 16 bits, given that of the policy from itself.
 
-    Of a model of 135 million parameters in bfloat16 single sequences were 0.036 from packed ones, and the
-    engine 0.033; with other kernels engine and policy were up to 0.05 apart, half of what is ever allowed.
+    With a model of 135 million parameters in bfloat16, single sequences were 0.036 apart from packed ones and
+    the engine 0.033. With other kernels engine and policy were up to 0.05 apart, half of the limit.
 
     Args:
         most: the largest that is ever allowed.

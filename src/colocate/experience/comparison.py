@@ -28,7 +28,7 @@ reserve_metrics("reward", "reward_std", "frac_reward_zero_std")
 class Comparison:
     """N episodes of all ranks, rewarded by F functions and compared within their groups.
 
-    If turns have rewards of their own, what each episode's have earned together is the last of the F.
+    If turns have rewards of their own, their sum over each episode is the last of the F.
     """
 
     names: list[str]

@@ -1,10 +1,10 @@
 """Samples change ranks before they are trained on, so that no step waits for the rank with the most tokens.
 
-Only as many move as evenness needs, and where the ranks are even to 1 % none does (`data.dealing`).
-A completion is drawn alike and trained on alike wherever it is, and its loss weight is fixed before. The loss
-of a step is the mean of the ranks' losses, a sum over all samples: it does not depend on who has which. What
-comes later (reference, old log-probs, every pass) finds the samples where they are trained on, so nothing is
-ever sent back.
+Only as many move as evenness needs, and where the ranks are even to 1 % none does (`data.dealing`). A
+completion is drawn alike and trained on alike wherever it is, and its loss weight is fixed before. The loss
+of a step is the mean of the ranks' losses, a sum over all samples: it does not depend on which rank has
+which. Later computations (reference, old log-probs, every pass) run where the samples are trained on, so
+nothing is ever sent back.
 
     tokens of     rank 0       rank 1                    rank 0        rank 1
     group 0, 1    900 800      group 2, 3  100 200  →    group 0       group 1, 2, 3

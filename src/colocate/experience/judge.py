@@ -368,8 +368,8 @@ def _on_device(members: list[list[Sample]], device: torch.device) -> list[list[S
 def _groups(
     compared: Comparison, keys: Sequence[int], members: list[list[Sample]], first: int, size: int
 ) -> list[Group]:
-    """The groups of `size` episodes each, with this rank's members, of which `first` is the number over all
-    ranks of the first. `keys` has one entry for each episode of all ranks."""
+    """The groups of `size` episodes each, with this rank's members; `first` is the number over all ranks of
+    the first of these. `keys` has one entry for each episode of all ranks."""
     keys = keys[::size]
     return [
         Group(key, compared.rewards[n * size :][:size], compared.advantages[n * size :][:size], own)

@@ -28,7 +28,7 @@ def of_all_ranks(local: list[Item]) -> list[Item]:
 
 
 def own_part(sizes: Sequence[int], rank: int) -> slice:
-    """Where a rank's items lie among those of all ranks, each of which has as many as `sizes` says."""
+    """The slice of a rank's items among those of all ranks; `sizes` has each rank's number."""
     first = sum(sizes[:rank])
     return slice(first, first + sizes[rank])
 

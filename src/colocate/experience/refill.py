@@ -8,8 +8,8 @@ from up to R more rollouts, of at most R batches' prompts together:
 
 A rollout takes as long as its longest completion, whichever number of prompts it has. So each one asks for as
 many as are expected to fill the batch, by the share of groups that were dull in the steps before. The batch
-has those that differ in the order of the prompts, which favours none; those beyond it are not used. What is
-still missing after the last round is filled with dull groups, so that a batch has its size.
+takes groups that are not dull in the order of the prompts, which favours none; further ones are not used.
+Places still empty after the last round get dull groups, so that a batch has its size.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ reserve_metrics("refill/dull_groups", "refill/unused_groups", "refill/rounds")
 class RefillingSelector(Selector):
     """Trains on groups whose rewards differ.
 
-    All ranks know the rewards of all groups, so they agree on what is kept and on the next rollout's size
-    without a word. No group is pending when a step is taken, so checkpoints know nothing of rounds.
+    All ranks know the rewards of all groups, so they agree on the kept groups and the next rollout's size
+    without communicating. No group is pending when a step is taken, so checkpoints know nothing of rounds.
     """
 
     is_resumable = True
@@ -133,7 +133,7 @@ class RefillingSelector(Selector):
         self._dull_share = state["dull_share"]
 
     def _is_dull(self, group: Group, rollout: Rollout) -> bool:
-        """Whether no member is better than another: by the reward of the option's name, or by advantages."""
+        """Whether no member is better than another: by the reward that the option names, or by advantages."""
         name = self._refill.refill_reward
         if name is None:
             return not bool(group.advantages.any())

@@ -45,7 +45,7 @@ class RequestBuilder:
 
     Args:
         context_length: tokens that prompt and completion may have together.
-        context_reason: what says so, for messages.
+        context_reason: the reason for that limit, for messages.
         schemas_of: the JSON schemas of the tools that a row's prompt is to describe; None: there are none.
     """
 
@@ -119,7 +119,7 @@ class RequestBuilder:
     def tokenize(
         self, rows: Sequence[dict[str, Any]], names: Sequence[str] | None = None
     ) -> list[tuple[int, ...]]:
-        """The prompt tokens of rows, which errors call by their names.
+        """The prompt tokens of rows; `names` are the rows' names in errors.
 
         Raises:
             ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.

@@ -1,7 +1,7 @@
 """Each sample's share in the loss of its optimizer step, fixed before the step is cut into micro-batches.
 
-What is counted and weighed are the members of groups: an episode whose history forked has several samples,
-and these together have the share that a single one would have. Every sampled token is in one of them only.
+Members of groups are counted and weighed: an episode whose history forked has several samples, which together
+have the share of a single one. Every sampled token is in one of them only.
 """
 
 from __future__ import annotations

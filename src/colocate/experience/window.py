@@ -1,4 +1,4 @@
-"""Which completions which optimizer step trains on.
+"""The window: it decides on which completions each optimizer step trains.
 
 A generation batch is cut into `steps_per_generation` slices of `per_device_train_batch_size` completions and
 visited `num_iterations` times; an optimizer step takes the next `gradient_accumulation_steps` slices. With
@@ -42,7 +42,7 @@ class TrainingWindow:
 
     Args:
         slices_per_step: slices of a step; num_iterations: passes over each slice.
-        evaluates_all: ask for the log-probs without dropout of on-policy slices, too.
+        evaluates_all: also compute the log-probs of on-policy slices without dropout.
     """
 
     def __init__(

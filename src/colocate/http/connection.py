@@ -65,7 +65,7 @@ class Connection:
 
         Raises:
             OSError: the connection has failed, or the deadline has passed.
-            http.client.HTTPException: what came is no answer, or ends in the middle.
+            http.client.HTTPException: the bytes are no answer, or end in the middle.
         """
         assert self._socket is not None, "a request was sent"
         # A stream of its own: what follows the answer that was asked for is nobody's answer.

@@ -138,7 +138,7 @@ class Gate:
         return digest
 
     async def _check_generation(self, scope: Scope, content: dict[str, Any]) -> None:
-        """Refuse a request for completions that an engine must not answer, beside one that would harm it."""
+        """Refuse a request for completions that would harm the engine, or that it must not answer."""
 
     async def _check_holder(self, scope: Scope, headers: dict[str, str]) -> None:
         """Refuse a request of a run that does not hold the server; if nobody holds it, the run takes it."""
@@ -207,7 +207,7 @@ class Gate:
 
 
 def check_it_is_no_browser(scope: Scope, headers: dict[str, str]) -> None:
-    """Refuse requests of a browser, which any web site can make send requests to this machine.
+    """Refuse a browser's requests: any web site can make a browser send them to this machine.
 
     Raises:
         Refused: the request has an Origin, or came to a loopback address under a foreign name.
@@ -225,7 +225,7 @@ def check_it_is_no_browser(scope: Scope, headers: dict[str, str]) -> None:
 
 
 def _is_own_name(name: str) -> bool:
-    """Whether a name is this machine's, whole: a web site may have one that begins like it."""
+    """Whether the whole name is this machine's; a web site's may begin like it."""
     own = socket.gethostname().lower()
     return name in (own, own.partition(".")[0]) or name == _full_name()
 

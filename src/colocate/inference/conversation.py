@@ -27,8 +27,8 @@ class Conversation:
         sampling: `max_tokens` bounds one answer.
         context_length: tokens that the whole conversation may have.
         system_prompt: the first message of the conversation.
-        tokens_per_piece: tokens that are drawn from one look at the engine to the next. A piece costs the
-            native engine one prefill of a token besides its decode steps.
+        tokens_per_piece: tokens that are drawn before the engine is polled again. A piece costs the native
+            engine one prefill of a token besides its decode steps.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Conversation:
         Closing the iterator ends the answer where it is; the conversation goes on from there.
 
         Raises:
-            ValueError: the text is empty or none that the tokenizer can write, or the conversation has no
-                room in the model's context.
+            ValueError: the text is empty or cannot be tokenized, or the conversation has no room in the
+                model's context.
         """
         limit = self._begin_turn(text)
         stream = TextStream(self._tokenizer)

@@ -28,7 +28,7 @@ class HeldOut:
     """Rows that `test_split_size` held out.
 
     Attributes:
-        dataset: the names of the datasets that it was taken from.
+        dataset: the names of the datasets that the rows are from.
         rows: those on which the run evaluated, in their order, with the column `prompt`.
         words: which rows these are, as a sentence.
     """
@@ -73,7 +73,7 @@ def held_out_rows(
 
 
 def _check_same(saved: SavedModel, trained_on: datasets.Dataset) -> None:
-    """Refuse rows for training that differ from those in the newest checkpoint, as the split would."""
+    """Refuse training rows that differ from the newest checkpoint's, since the split would differ as well."""
     was, now = _training_data_of(Path(saved.trained)), fingerprint(trained_on)
     if was and was["columns"] == now["columns"] and was != now:
         raise ValueError(

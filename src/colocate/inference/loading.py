@@ -167,7 +167,7 @@ def _with_adapter(model: Any, saved: SavedModel, is_any_base: bool) -> Any:
 
 
 def _check_base(saved: SavedModel, is_any_base: bool) -> None:
-    """Compare a LoRA adapter with the files of its base, whose message says more than PyTorch's."""
+    """Compare a LoRA adapter with the files of its base; the error says more than PyTorch's."""
     assert saved.adapter is not None
     try:
         adapter = read_adapter(saved.adapter)

@@ -34,9 +34,9 @@ def share(values: Sequence[float], num_samples: int = 1) -> Estimate:
     right.
 
     The interval is Wilson's (1927), which stays within 0 and 1 and has a width where all values are equal.
-    With one completion for each prompt it is Wilson's own; with several, the number of draws is the
-    effective one of clustered data (Korn and Graubard 1998): p (1 - p) divided by the variance of the mean,
-    from N to all.
+    With one completion for each prompt it is Wilson's own; with several, the number of draws is the effective
+    one of clustered data (Korn and Graubard 1998): p (1 - p) divided by the variance of the mean, at least N
+    and at most all.
 
     Args:
         num_samples: completions that each value is made of.
@@ -73,7 +73,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def _student(degrees: int) -> float:
-    """The quantile of Student's distribution that `_Z` is of the normal one, to 1%; the series is equation
+    """The quantile of Student's distribution for which the normal one has `_Z`, to 1%; the series is equation
     26.7.5 of Abramowitz and Stegun's "Handbook of Mathematical Functions"."""
     if degrees == 1:
         return math.tan(math.pi * (_QUANTILE - 0.5))

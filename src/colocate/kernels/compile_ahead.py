@@ -2,9 +2,9 @@
 
 Triton compiles a kernel where it is first launched, and the program waits for one after the other: a decode
 step and a training step have some ten each, of 0.1 to 2 s. Nearly all of that is LLVM, the assembler and a C
-compiler, which run without Python's lock. So the code that launches kernels is run once as a rehearsal, in
-which no kernel is launched, and all that it asks for are compiled at the same time. There is no list of
-kernels to keep: what is compiled is what the same code will launch.
+compiler, which run without Python's lock. So the code that launches kernels runs once without launching any,
+and all kernels that it asks for are compiled at the same time. No list of kernels has to be kept: the same
+code launches them later.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def can_compile_ahead(device: torch.device) -> bool:
 def compiling(device: torch.device) -> Iterator[None]:
     """Compile this thread's kernels instead of launching them; the block ends when all are ready.
 
-    What the kernels would have written is undefined, so nothing may depend on it: no result, and no index.
-    A kernel that fails to compile raises where it is launched, after the block. An exception in the block
-    ends the rehearsal with a warning and not the run, which then compiles each kernel when it needs it.
+    The kernels' outputs are undefined, so nothing may depend on them: no result, and no index. A kernel that
+    fails to compile raises where it is launched, after the block. An exception in the block ends the block
+    with a warning and not the run, which then compiles each kernel when it needs it.
 
     Args:
         device: the kernels are loaded on it.
@@ -90,7 +90,7 @@ def _num_threads() -> int:
 
 
 def _use(device: torch.device) -> None:
-    """Load kernels on this device in this thread, whose device is else the first one."""
+    """Load kernels on this device in this thread, instead of on the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

@@ -83,7 +83,7 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     """activation(gate) * up of [T, 2i], gates first; returns [T, i] (Shazeer 2020, arXiv:2002.05202).
 
     Args:
-        low_rank: two blocks of width i, what adapters add to `gate_up`, which stays as it is.
+        low_rank: the adapters' term for `gate_up`, in two blocks of width i; `gate_up` is not changed.
     """
     if low_rank is not None:
         gate_up = low_rank.added_to(gate_up)

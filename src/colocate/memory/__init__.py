@@ -1,1 +1,1 @@
-"""Memory: the arena, its hand-over between phases, offload, recovery, and what of it was used when."""
+"""Memory: the arena, its hand-over between phases, offload, recovery, and measurements."""

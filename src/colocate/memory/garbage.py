@@ -1,4 +1,4 @@
-"""Python's search for garbage in cycles, which looks through all that lives, and what it may leave out.
+"""Python's search for garbage in cycles, and objects that it may leave out.
 
 A process that trains or serves has half a million objects, most of them parts of modules. To look through
 them takes 0.3 s, in which no kernel is launched: the device would wait.
@@ -15,7 +15,7 @@ _is_left_out = False
 
 @contextmanager
 def lasting_objects_left_out() -> Iterator[None]:
-    """Leave what there is now out of searches within the block; collect garbage first."""
+    """Collect garbage, and leave all objects that exist now out of searches within the block."""
     global _is_left_out
     gc.collect()
     gc.freeze()
@@ -28,7 +28,7 @@ def lasting_objects_left_out() -> Iterator[None]:
 
 
 def collect() -> None:
-    """Free all garbage in cycles, also what was in use when it was left out of searches."""
+    """Free all garbage in cycles, objects that were left out of searches included."""
     if _is_left_out:
         gc.unfreeze()
     gc.collect()

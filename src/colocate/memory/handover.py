@@ -32,7 +32,7 @@ class Sleeper(Protocol):
 
 
 class Handover:
-    """Learns from each step's record what the phases between rollouts need beside the engine's memory."""
+    """Learns from each step's record what memory the phases between rollouts need besides the engine's."""
 
     def __init__(self, engine: Sleeper) -> None:
         self._engine = engine

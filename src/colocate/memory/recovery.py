@@ -30,7 +30,7 @@ class Recovery:
     before it raises.
 
     Args:
-        remedies: what a rank can do about it by itself, the cheapest first. Those that ran out do it.
+        remedies: what a rank can do by itself, the cheapest first; only ranks that ran out do it.
         advice: sentences for the error when no remedy is left: what the user can do.
         joint_remedies: what all ranks do together, if one that ran out has no remedy of its own left. Each of
             them must return None on all ranks or on none.
@@ -81,7 +81,7 @@ class Recovery:
             self._help(shortages, is_short=error is not None)
 
     def _help(self, shortages: list[str], *, is_short: bool) -> None:
-        """Do what can be done about the `shortages` of some ranks; `is_short`: this rank is one of them."""
+        """Apply a remedy for the `shortages` of some ranks; `is_short`: this rank is one of them."""
         done = _first_of(self._remedies) if is_short else None
         if self._peers.any(is_short and done is None):
             jointly = _first_of(self._joint_remedies)

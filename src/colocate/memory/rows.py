@@ -1,4 +1,4 @@
-"""The rows of which an account of a device's memory consists."""
+"""The rows of an account of a device's memory."""
 
 from __future__ import annotations
 

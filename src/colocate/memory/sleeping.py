@@ -1,4 +1,4 @@
-"""Weights that one phase alone reads, on the host in all others: of reward models and of a reference."""
+"""Weights of reward models and of a reference: one phase reads them, in others they are on the host."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@
 On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything
 that lives outside of it (the KV arena, vLLM's pools, the CUDA context, other processes). On a CPU they are
 the resident set of the process. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end)
-and `peak_allocated_bytes`, PyTorch's own numbers without those pools. A category is the most that was seen of
-it in the span.
+and `peak_allocated_bytes`, PyTorch's own numbers without those pools. A category has the largest value that
+was seen in the span.
 
 Within a phase, `mark` leaves points, which a span then has as `points`:
 
@@ -151,7 +151,7 @@ class Timeline:
         Outside of all phases nothing is recorded.
 
         Args:
-            transient: what took the memory that came and went since the point before, if anything did.
+            transient: the use of memory that came and went since the point before, if any did.
         """
         if not self._open:
             return

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class VLLMDemand:
-    """Options that decide how much memory a vLLM takes that takes turns with the trainer, or TensorRT-LLM."""
+    """Options that decide the memory of vLLM or TensorRT-LLM if it takes turns with the trainer."""
 
     name: str = "vLLM"
     """Which of the two it is."""

@@ -40,5 +40,5 @@ OF_LAUNCHERS = (
 
 
 def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what SLURM, PMI, PMIx, MPI and torchrun tell the processes that they start."""
+    """The environment without the variables that SLURM, PMI, PMIx, MPI and torchrun set."""
     return {name: value for name, value in environment.items() if not name.startswith(OF_LAUNCHERS)}

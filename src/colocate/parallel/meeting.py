@@ -1,7 +1,7 @@
 """All ranks of a run meet at one address before PyTorch connects them, and decide there what stops the run.
 
-PyTorch's own message about a node that never comes is a socket's; here the first rank waits for each rank by
-name. The meeting needs no collective: it works before the process group is made, and where NCCL would not.
+PyTorch's own message about a missing node is about a socket; here the first rank waits for each rank by name.
+The meeting needs no collective: it works before the process group is made, and where NCCL would not.
 """
 
 from __future__ import annotations
@@ -85,12 +85,9 @@ class Meeting:
         return verdict
 
     def ends_as_first(self, text: str) -> bool:
-        """Whether an error ends the first rank with the same text as this one. On the first rank: no, when
-        the others have heard its text.
-
-        A rank asks once, when it ends. It does not wait long for one that has come to the first decision,
-        which has not found what others may have found before.
-        """
+        """Whether the first rank ends with an error of the same text. The first rank itself gets False, once
+        the others have read its text. A rank calls this once, when it ends. It waits only briefly for ranks
+        that have come to the first decision, since they did not end before it."""
         self.store.set(f"end/{self.rank}", text)
         waited_for = [f"heard/{rank}" for rank in range(1, self.num_ranks)] if self.rank == 0 else ["end/0"]
         begin_s = time.monotonic()

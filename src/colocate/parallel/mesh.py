@@ -53,7 +53,7 @@ class Mesh:
     @classmethod
     @cache
     def _once(cls, world: ProcessGroup | None, device_type: str, *shape: int) -> Mesh:
-        """A mesh of the ranks of `world`, which a process may leave to meet others."""
+        """A mesh of the ranks of `world`; a process may leave that and join another."""
         return cls(init_device_mesh(device_type, shape, mesh_dim_names=("replica", "weight")))
 
     @property
@@ -96,7 +96,7 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which of the N / t copies of its part this rank holds, and so which part of its masters."""
+        """Which of the N / t copies of its part this rank holds, which is also its part of the masters."""
         return 0 if self.device_mesh is None else self.device_mesh.get_local_rank("replica")
 
     @property

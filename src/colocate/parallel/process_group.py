@@ -1,8 +1,8 @@
-"""A process that ends with the one that has started it, together with all that it has started itself.
+"""A process that ends with the one that started it, together with its own children.
 
 Run as a program (`python process_group.py FD COMMAND ...`) this file starts a guard and becomes the command.
-FD is a pipe whose other end only the starter has, so that its end is seen however it ended. The guard sees
-it: a process of the command's group, which it kills then.
+Only the starter has the other end of the pipe FD, which closes however the starter ends. Then the guard, a
+process of the command's group, kills the group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ProcessGroup(subprocess.Popen[bytes]):
             os.close(guarded)
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, also if itself has ended already."""
+        """Kill all processes that it has started, and itself if it still runs."""
         if self._held is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
 """Reports of why a rank has failed: the last lines that it wrote, its error file, and errors that all ranks
-have alike.
+share.
 
 Of several ranks that end, their launcher shows the one that failed first, by the error files: torchrun names
 the file, and so does accelerate, which starts torchrun; the launcher on Ray names one, too. See
@@ -66,7 +66,7 @@ NUM_LINES = 12
 
 
 class Tail:
-    """A stream that passes everything on, unless to None, and keeps the last lines."""
+    """A stream that passes everything on (to None: nothing) and keeps the last lines."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,5 +1,5 @@
-"""A cluster that Ray manages, without Ray: what a run requests of it, where its ranks are, whether its head
-listens.
+"""A cluster that Ray manages, described without Ray: the resources that a run requests, the places of its
+ranks, and whether its head listens.
 
 Ray itself tries for minutes to reach a head, and reports its loss late, without a way to go on.
 """
@@ -89,16 +89,16 @@ class RayPlace:
 
     @property
     def tables(self) -> list[list[str]]:
-        """Each group's node, which bears its name here, once for each bundle; see `slices.cut`."""
+        """Each group's bundles with their node, named after the group; see `slices.cut`."""
         return [[name] * size for name, size in zip(self.groups, self.sizes, strict=True)]
 
     @property
     def gpu_share(self) -> float:
-        """The share of a bundle's GPU that each of them takes."""
+        """The share of a bundle's GPU that each actor takes."""
         return 1 / self.shares
 
     def as_variable(self) -> dict[str, str]:
-        """The variable by which a rank learns of this."""
+        """The environment variable that tells a rank of this."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

@@ -31,7 +31,7 @@ def cut(
     *,
     may_cross_nodes: bool = False,
 ) -> list[Slice]:
-    """Cut `count` slices of `size` bundles, none of which has a bundle of another one.
+    """Cut `count` slices of `size` bundles each; none share a bundle.
 
     A replica with tensor parallelism of `size` needs one slice, one that is data-parallel as well needs as
     many as it has copies. Nodes may be of different sizes, and several groups may be on one node: the bundles
@@ -42,7 +42,7 @@ def cut(
             (`placement_group_table(group)["bundles_to_node_id"]`).
         size: bundles of a slice; at least 1.
         count: slices; at least 1.
-        kind: what a bundle has one of, for messages.
+        kind: the resource of which a bundle has one, for messages.
         may_cross_nodes: all bundles are counted on end, group by group, as ranks are: what is left of a node
             is the beginning of the next slice. Else no slice crosses a node.
 

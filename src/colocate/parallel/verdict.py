@@ -1,7 +1,7 @@
-"""One verdict of several ranks on work that each of them has done by itself.
+"""Agreement of several ranks on whether the work that each has done by itself has succeeded.
 
-A rank whose work fails must not leave the others in a collective that it will never reach. Between work and
-the next collective all ranks therefore say how they fared, and go the same way: on, back, or out.
+A rank whose work fails must not leave the others in a collective that it will never reach. So all ranks
+exchange their outcomes before the next collective, and do the same then: go on, repeat, or raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PeerError(RuntimeError):
 
 
 class Peers:
-    """The ranks that go the same way: those of `group`, or this one alone.
+    """The ranks that agree: those of `group`, or this one alone.
 
     All of them must make the same calls in the same order.
 

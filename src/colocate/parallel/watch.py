@@ -6,7 +6,7 @@ life into the store that the ranks have met at (MASTER_ADDR, MASTER_PORT), and r
 
     rank 1 is killed    a rank of its host finds the process gone, and writes that down for other hosts
     rank 1 raises       it writes its error down; the others have `GRACE_S` to raise the same error
-    rank 1 ends         it writes that down, and whoever is in work that it has not done misses it
+    rank 1 ends         it writes that down; ranks in shared work that it has not done count it as lost
     its host is gone    it is silent for `ddp_timeout`
     rank 1 hangs        a rank that waits says after a minute what rank 1 does (`whereabouts`), and waits on
 
@@ -227,7 +227,7 @@ class Watch:
             self._tell(beat=self._sign.beat + 1, **news)
 
     def _tell_stalls(self) -> None:
-        """Say which rank this one has been waiting for, and what that does."""
+        """Say which rank this one has been waiting for, and what that rank does."""
         going = [
             sign for sign in list(self._signs.values()) if sign.finished < self._number and not sign.error
         ]
@@ -382,8 +382,8 @@ def _watch_of_process(silence_s: float, environment: Mapping[str, str]) -> Watch
 
 
 def begin_watch(silence_s: float) -> None:
-    """Watch from now on, so that a rank which ends before its first shared work is missed there at once, or
-    one of which nothing is heard for `silence_s` seconds."""
+    """Watch from now on, so that the first shared work notices at once a rank that has ended before it, or
+    has been silent for `silence_s` seconds."""
     _watch_of_process(silence_s, os.environ)
 
 
@@ -395,8 +395,8 @@ def watched(
     The first argument of the work is the run's configuration, or a trainer or run, which has it as `args`.
 
     Args:
-        progress: says of the first argument how far the work has come.
-        when: says of the first argument whether all ranks must do it; otherwise one may do it alone.
+        progress: given the first argument, says how far the work has come.
+        when: given the first argument, says whether all ranks must do it; otherwise one may do it alone.
     """
 
     def decorate(work: Work) -> Work:

@@ -100,8 +100,8 @@ class Stalls:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, waits: bool, others: Iterable[Seen]) -> list[str]:
-        """The messages that are due now: each rank and what it does once, by the first of the ranks that
-        wait; `others` have not finished the work in hand."""
+        """The messages that are due now, from the first of the waiting ranks, once for each rank that is
+        late; `others` have not finished the work in hand."""
         now_s, others = time.monotonic(), list(others)
         busy = {(each.rank, each.doing): each for each in others if not each.waits and each.doing}
         self._since_s = {key: self._since_s.get(key, now_s) for key in busy}

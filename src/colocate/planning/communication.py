@@ -89,7 +89,7 @@ def gathered_s(decoded: ModelShapes, workload: Workload, gpu: Gpu) -> float:
     are the weights that it trains with.
 
     Args:
-        decoded: what a rank decodes with.
+        decoded: the part of the model that a rank decodes with.
     """
     if not workload.sharding.gathers:
         return 0.0
@@ -107,8 +107,8 @@ def all_reduce_s(size_bytes: float, num_ranks: int, gpu: Gpu) -> float:
     """Seconds of an all-reduce of a decode step's size: a latency that grows with the number of GPUs, and the
     bytes.
 
-    On two H200s within 5 % of what 0.4 to 5 MiB take through memory that they share; tables of others have
-    30 µs for 4 MiB on four GPUs and 37 µs on eight.
+    On two H200s it is within 5 % of the measured time of 0.4 to 5 MiB through shared memory. Published tables
+    have 30 µs for 4 MiB on four GPUs and 37 µs on eight.
     """
     if num_ranks == 1:
         return 0.0

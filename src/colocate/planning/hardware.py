@@ -71,7 +71,7 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU in the table that a name given by a driver or a user stands for; None if it is not there."""
+    """The GPU of the table that `name`, from a driver or a user, means; None if there is none."""
     words = _words(name)
     if "LAPTOP" in words:
         return None  # a smaller chip under the name of a larger one

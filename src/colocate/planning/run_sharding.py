@@ -33,7 +33,8 @@ def choose_weight_parts(
     Args:
         model: a name, or a loaded model, which stays as it is.
         device: this rank's GPU.
-        quantization_config, peft_config: what the model will be loaded in, and the adapter that it will get.
+        quantization_config, peft_config: the format that the model will be loaded in, and the adapter that it
+            will get.
     """
     if (reason := _why_engine_reads_whole_weights(args)) is not None:
         return 1, f"{reason}."

@@ -22,13 +22,13 @@ def slower_kernels(
 ) -> list[Fallback]:
     """The fallbacks of trainer and engine on a GPU of this compute capability, wherever it is.
 
-    Triton and cuDNN are taken to be those that are installed here. Without a Triton, which a build of PyTorch
-    for CPUs has not, nothing is said of its version.
+    Triton and cuDNN are taken to be those that are installed here. A build of PyTorch for CPUs has no Triton;
+    then nothing is said of its version.
 
     Args:
         layout: of the model, which may be on the meta device.
         dtype: the type in which it will be trained.
-        is_native: whether the native engine generates, whose kernels count then.
+        is_native: whether the native engine generates; its kernels count then.
     """
     head_size, activation = layout.head_dim, layout.layers[0].activation
     windows = [layer.sliding_window for layer in layout.layers if layer.sliding_window is not None]
@@ -45,7 +45,7 @@ def slower_kernels(
 
 
 def _of_triton() -> list[Fallback]:
-    """The word on a Triton that was never tested: whether its kernels run will show on the GPU."""
+    """The remark on a Triton that was never tested: whether its kernels run will show on the GPU."""
     try:
         installed = version("triton")
     except PackageNotFoundError:

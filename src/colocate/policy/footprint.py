@@ -9,7 +9,7 @@ A step is at its peak at one of a few moments, which are all counted:
     reduce      several ranks add up their gradients, and each keeps its share of the sums
     step        gradients, and nothing else, besides masters and moments
 
-What varies inside a moment is bounded from above; the first measured step corrects what the bounds add
+Sizes that vary inside a moment are bounded from above; the first measured step corrects the excess
 (`planning.planner.Planner.refine`).
 
 Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
@@ -281,8 +281,8 @@ def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> MemoryRow
 def _layer_rows(
     shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
 ) -> list[MemoryRow]:
-    """Rows of the moment "layer": one layer's backward pass, beside the gradients made so far and the
-    activations that layers still keep.
+    """Rows of the moment "layer": one layer's backward pass, the gradients made so far, and the activations
+    that layers still keep.
 
     In a step of one micro-batch gradients appear as kept activations go, so that the sum of the two is
     largest at one of the two ends: at the last layer, whose backward pass comes first, or at the first layer.

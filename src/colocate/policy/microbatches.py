@@ -1,4 +1,4 @@
-"""Micro-batches of a step: what the objective reads of one, and how ranks go through theirs together."""
+"""Micro-batches of a step: the fields that the objective reads, and the loop in which ranks stay together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def for_each(
 
 
 def filler(device: torch.device) -> Sample:
-    """A sample of two tokens that counts for nothing: for passes that a rank makes for the others' sake."""
+    """A sample of two tokens without weight, for passes that a rank makes because others wait for it."""
     one = torch.zeros(1, dtype=torch.int64, device=device)
     return Sample(one, one, completion_mask=torch.zeros(1, device=device), advantage=0.0)
 

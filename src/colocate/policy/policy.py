@@ -271,8 +271,8 @@ class Policy:
         self.version += 1
 
     def take_changed_parameters(self) -> bool:
-        """Go on from what the model's weights are now, if somebody else has changed them on any rank; whether
-        that was so. All ranks must ask together."""
+        """Go on from the present weights if somebody else has changed them on any rank; returns whether that
+        was so. All ranks must call this together."""
         changed = self._everyone.any(not self.optimizer.has_current_masters())
         if changed:
             self.take_parameters()
@@ -292,8 +292,8 @@ class Policy:
         """Restore a `state_dict`, whether or not ranks split the optimizer's state then or now.
 
         Args:
-            left_out: shapes and types of `optimizer.tensors()`, and what reads them; None: they are in the
-                state.
+            left_out: shapes and types of `optimizer.tensors()`, and a function that reads them; None: they
+                are in the state.
         """
         if left_out is not None:
             self.optimizer.load_tensors(*left_out, state["optimizer"])

@@ -117,7 +117,7 @@ class FrozenAdapter:
         return dict(self._frozen) if self._is_new else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the reference of the run that goes on."""
+        """Restore the reference of the run that is resumed."""
         if not self._is_new:
             return
         if state.keys() != self._frozen.keys():
@@ -157,9 +157,9 @@ def starts_as_its_base(policy_model: nn.Module) -> bool:
 def make_reference(
     policy_model: nn.Module, *, has_new_adapter: bool = False
 ) -> FrozenCopy | AdapterOff | FrozenAdapter:
-    """The reference that costs least memory: no copy under a new LoRA (`has_new_adapter`: the run added it),
-    a copy of an adapter that was trained before or does not begin as the base, or of a model without
-    adapters."""
+    """The reference that costs least memory: no copy under a new LoRA (`has_new_adapter`: the run added it);
+    a copy of an adapter that was trained before or changes the base from the start; or a copy of a model
+    without adapters."""
     if not hasattr(policy_model, "peft_config"):
         return FrozenCopy(policy_model)
     if has_new_adapter and starts_as_its_base(policy_model):

@@ -1,4 +1,4 @@
-"""The plan of the next step, which ranks that work together join, and make smaller when memory runs out."""
+"""The plan of the next step, on which ranks agree, and which they make smaller when memory runs out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUT_OF_MEMORY_ADVICE = (
 
 
 class StepPlan:
-    """How the next step is cut and what it keeps, and the longest sequence that this is for.
+    """The plan by which the next step is cut, and the longest sequence that it was made for.
 
     Args:
         plan: of the first step.
@@ -91,8 +91,8 @@ class RepeatedWork:
         """Run `work` on this rank while `peers` run theirs, until all have succeeded, and return its result.
 
         Args:
-            peers: an update is everyone's. Log-probs need the ranks that share the weights, if any; the
-                others may ask for them less often.
+            peers: all ranks for an update; for log-probs only those that share the weights, if any, since
+                others may compute them less often.
             has_passes: whether the work makes forward passes.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Questions to all of a model's weights, of which each rank may hold a part."""
+"""Checksums and checks of all of a model's weights, of which each rank may hold a part."""
 
 from __future__ import annotations
 

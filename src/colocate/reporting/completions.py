@@ -80,8 +80,7 @@ class CompletionTable:
 def write_completions_parquet(output_dir: str | Path, step: int, table: CompletionTable) -> Path:
     """Write `completions/completions_{step:05d}.parquet` with TRL's columns and return its path.
 
-    What models and tools choose the types of, the arguments of calls and contents that are not text, is
-    written as JSON.
+    Values of any type, arguments of calls and contents that are not text, are written as JSON.
     """
     import pyarrow
     import pyarrow.parquet

@@ -41,7 +41,7 @@ def decimate(
 
 def smooth(ys: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
     """Running mean over `window` values centred on each value, over fewer at the ends. NaN does not count,
-    and stays.
+    and stays NaN.
 
     Args:
         weights: positive weights of the values in the mean; None: all are equal.

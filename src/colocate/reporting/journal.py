@@ -236,7 +236,7 @@ class Journal:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning about the run, and write it into the run's record, from which the report has it."""
+        """Print a warning about the run, and write it into the run's record, which the report reads."""
         self.progress.warn(redacted(text))
         if self._run_log is not None:
             self._run_log.log_warning(self.state.global_step + 1, redacted(text))

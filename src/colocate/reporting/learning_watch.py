@@ -112,7 +112,7 @@ def _zero_gradient(metrics: Mapping[str, float]) -> str:
 def _symptoms(
     metrics: Mapping[str, float], table: CompletionTable, forms: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """The faults of a rollout by name, in words; of several reasons for one, the most specific."""
+    """The symptoms of a rollout, each a name and a sentence with the most specific cause."""
     if metrics.get("completions/clipped_ratio", 0.0) >= 1:
         yield (
             "truncated",
@@ -177,7 +177,7 @@ def _is_nothing(reward: float) -> bool:
 
 
 def _wanted(names: Iterable[str], forms: Mapping[str, str]) -> str:
-    """Sentences about what these functions look for, as far as it is known."""
+    """Sentences about the forms that these functions look for, as far as they are known."""
     return " ".join([*(f"{name} looks for {forms[name]}." for name in names if name in forms), ""])
 
 

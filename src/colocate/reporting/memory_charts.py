@@ -85,7 +85,7 @@ def _later(span: dict, seconds: float) -> dict:
 
 
 def _head_phases(plot: Plot, by_step: list[list[dict]]) -> dict[str, float]:
-    """Write each phase's name and its peak above it; the greatest peaks in GiB, by phase."""
+    """Write each phase's name and its peak above it; returns the greatest peaks in GiB by phase."""
     peaks: dict[str, float] = {}
     for spans in by_step:
         for phase, group in groupby(spans, lambda span: span["phase"]):

@@ -96,9 +96,9 @@ def model_saved(
 
     Args:
         base: the model that training started from, as the run names it.
-        held_out: whether `colocate eval` finds prompts that the run did not train on without being told.
+        held_out: whether `colocate eval` finds held-out prompts by itself.
         has_turns: whether the run had tools or an environment, which `colocate eval` does without.
-        own_rewards: the run's reward functions, if `colocate eval` takes them from its user alone.
+        own_rewards: the run's reward functions, if the user must name them to `colocate eval`.
         has_own_code: whether the model may need code that comes with it.
     """
     here = shlex.quote(short_path(run_dir))

@@ -32,7 +32,7 @@ class NotebookTable:
         self._cell: int | None = None
 
     def start(self) -> None:
-        """Show the table in the cell that runs, which has one of it."""
+        """Show the table in the running cell, which has only one."""
         import IPython
         from IPython.display import HTML, display
 
@@ -87,7 +87,7 @@ class NotebookTable:
 
 
 class LiveChart:
-    """Gathers rewards by step, and draws the chart of them that the report has."""
+    """Gathers rewards by step, and draws the report's chart of them."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
@@ -115,7 +115,7 @@ class LiveChart:
         An image of its own keeps its style away from the notebook's.
 
         Args:
-            is_last: draw all that there is, however short ago the last drawing was.
+            is_last: draw all values, even right after the last drawing.
         """
         now = time.monotonic()
         if is_last or not self._image or (self._has_news and now - self._drawn_s > _REDRAW_S):

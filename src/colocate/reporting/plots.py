@@ -50,7 +50,7 @@ class Plot:
 
         Args:
             note: the units or the meaning of the line, right of the title, or below it if there is no room.
-            unit: follows the values of a step that a reader points at.
+            unit: written behind the values of a step that a reader points at.
             around: values that the y axis shows in any part of the steps.
             has_headings: leave room for what `heading` writes above the area.
         """
@@ -174,7 +174,7 @@ class Plot:
         )
 
     def part_of_bars(self, xs: Sequence[float], heights: Sequence[float], color: str, label: str) -> None:
-        """Tell of a part of the stacked bars, one for each step, that `box` draws."""
+        """Add one part of the stacked bars, which `box` draws, to the data: a height for each step."""
         self._series.append(Series("bars", label, color, xs, (heights,)))
 
     def area(

@@ -302,8 +302,7 @@ class Progress:
         return f"{self._phase} {time.monotonic() - self._phase_start:.0f} s" + (f", {done}" if done else "")
 
     def _eta(self) -> str:
-        """The time left, from the steps so far, or before the first has ended from the part of it that is
-        done."""
+        """The time left, by the steps so far or, during the first one, by the part of it that is done."""
         if self._has_stepped:
             left = self._end_s - time.monotonic()
             return clock(max(left, 0.0)) if math.isfinite(left) and self._step < self._total else ""

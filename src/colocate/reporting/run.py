@@ -60,7 +60,8 @@ class RecordedRun:
 
     @cached_property
     def _metrics(self) -> dict[str, list[float]]:
-        """Columns read by `metric`: a wide and a narrow drawing ask for the same, of up to 50,000 steps."""
+        """Columns that `metric` has read, for up to 50,000 steps: wide and narrow drawings read the same
+        ones."""
         return {}
 
     def eval_metric(self, name: str) -> tuple[list[float], list[float]]:

@@ -61,7 +61,7 @@ replaced."""
 
 
 def reserve_metrics(*names: str) -> None:
-    """Add names to `TRAINER_METRICS`; each file that records metrics does it for its own."""
+    """Add names to `TRAINER_METRICS`; each file that records metrics calls it for its own."""
     TRAINER_METRICS.update(names)
 
 
@@ -81,8 +81,8 @@ class RunLog:
             resume_step: the step from which the run continues; lines of later steps are dropped, since these
                 steps will be taken again. None: a new run begins, and files of an earlier run in the
                 directory are kept as `metrics.1.jsonl` and so on.
-            run_id: the run whose record is continued. If `run.json` is of another run, whose checkpoint need
-                not be the one resumed from, the record of that run is kept under such a name, too.
+            run_id: the run whose record is continued. If `run.json` is of another run, the record of that run
+                is kept under such a name as well.
         """
         self._dir = Path(output_dir)
         self._resume_step, self._run_id = resume_step, run_id

@@ -74,7 +74,8 @@ def packed(values: Sequence[float], *, is_exact: bool = False) -> str:
     """Numbers as text: base64 of zlib of float32, first all lowest bytes, then all second bytes and so on,
     since bytes of one place are alike.
 
-    Numbers keep 17 significant bits (five digits), unless `is_exact`; those beyond float32 become its ends.
+    Numbers keep 17 significant bits (five digits), unless `is_exact`; those beyond float32 become its
+    extremes.
     """
     floats = np.clip(np.asarray(values, dtype=np.float64), -_LARGEST, _LARGEST).astype("<f4")
     bits = floats.view("<u4")

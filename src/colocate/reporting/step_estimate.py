@@ -45,7 +45,7 @@ class StepEstimate:
 
     @property
     def knows_training(self) -> bool:
-        """Whether the estimate has training in it, and not only what comes before."""
+        """Whether the estimate includes training, and not only the phases before."""
         return self._phase in ("train", "publish") or "train" in self._seconds
 
     def seconds(self, share: float) -> float:

@@ -59,12 +59,12 @@ class WorkCounts:
             what: a plural, such as "micro-batches".
             total: how many there will be; None: it is not known.
             is_limit: there may also be fewer than `total`.
-            is_part: they are parts of one item of what else is counted.
+            is_part: whether they are parts of one item of another count.
         """
         self._counts = {**self._counts, what: _Count(0, total, is_limit, is_part)}
 
     def add(self, what: str, number: int = 1) -> None:
-        """Note that `number` more are done. What has not begun has no total."""
+        """Note that `number` more are done. A count that was not begun has no total."""
         if what not in self._counts:
             self.begin(what)
         self._counts[what].done += number
@@ -89,8 +89,8 @@ class WorkCounts:
         """Have counts read when they are shown.
 
         Args:
-            read: returns what is done by its name, called in the display's thread. If it raises, as it may
-                when it looks at what another thread changes, nothing is known.
+            read: returns the counts by name; called in the display's thread. If it raises, as it may while
+                another thread changes its data, the counts are unknown.
         """
         self._read = read
 

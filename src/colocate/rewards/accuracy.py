@@ -115,7 +115,7 @@ def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
 
 
 def _words(parsed: Sequence[Any], in_main_thread: bool) -> str:
-    """Write what was parsed for the completions table; sympy works numbers out in order to sort terms."""
+    """Write the parsed answer for the completions table; sympy evaluates numbers in order to sort terms."""
     if not parsed:
         return "[unparseable]"
     from math_verify.errors import TimeoutException

@@ -219,7 +219,7 @@ class RewardFunctions:
     def _checked(
         self, name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]
     ) -> list[float]:
-        """The rewards after `_check_rewards`, with one warning if float32 loses what tells them apart."""
+        """The rewards after `_check_rewards`, with one warning if float32 makes different ones equal."""
         values, rewards = _check_rewards(name, output, prompts, completions)
         if name not in self._tied and (pair := lost_difference(prompts, values, rewards)) is not None:
             self._tied.add(name)

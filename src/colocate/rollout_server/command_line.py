@@ -18,7 +18,7 @@ def serve_command(ask: ClusterRequest, values: Mapping[str, Any], host: str, por
     vLLM loads no weights: those of the trainer come before the first request.
 
     Args:
-        ask: what the run asks of its cluster.
+        ask: the resources that the run asks of its cluster.
         values: the run's options.
     """
     bf16 = coerce("bf16", values.get("bf16"), bool | None)

@@ -1,4 +1,4 @@
-"""`Answer`: the JSON of OpenAI's answers, whole or in chunks. What else is told is named as vLLM names it."""
+"""`Answer`: the JSON of OpenAI's answers, whole or in chunks. Further fields have vLLM's names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Answer:
         return {**head, **prompt, "choices": answers, "usage": self._usage(choices)}
 
     def told(self, choice: Choice, piece: TextPiece | None) -> list[Json]:
-        """The chunks that tell what is new of a choice; None: that it has begun."""
+        """The chunks for the new piece of a choice; None: for its beginning."""
         if piece is not None:
             return self._chunks(choice, piece)
         opening = self._opening(choice)

@@ -44,7 +44,7 @@ class Service:
     """Answers OpenAI's clients with completions of one engine.
 
     Args:
-        driver: what has the engine; some thread calls its `advance`.
+        driver: drives the engine; some thread calls its `advance`.
         model: the name that requests must give.
         check_key: tells by a request's key which handler serves it.
         check_engine: raises Refusal if the engine is of no use.
@@ -250,9 +250,9 @@ class _Turns:
         return put
 
     async def pieces(self) -> Pieces:
-        """Draw the request's choices: each comes with None at first, then with what is new of it.
+        """Draw the request's choices: each is yielded with None at first, then with its new pieces.
 
-        Whoever stops listening has the engine stop drawing.
+        Closing the iterator stops the drawing.
         """
         for job in self._jobs:
             self._driver.ask(job)

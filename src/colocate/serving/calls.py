@@ -92,8 +92,7 @@ def parsed(body: bytes) -> Fields:
     """The fields of a body.
 
     Raises:
-        Refusal: it is no JSON object, has a key twice, is nested too deeply, or has what is no text or no
-            number.
+        Refusal: it is no JSON object, has a key twice, is nested too deeply, or has a faulty text or number.
     """
     try:
         content = _strict_json(body)
@@ -106,7 +105,7 @@ def parsed(body: bytes) -> Fields:
 
 
 def _strict_json(text: str | bytes) -> Any:
-    """The value of a text in JSON, without what only Python's reader takes."""
+    """The value of a text in JSON, read without Python's extensions of the format."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
@@ -149,7 +148,7 @@ def chat_call(fields: Fields, max_len: int = _MOST_TOKENS) -> ChatCall:
     """The request in a body of /v1/chat/completions.
 
     Args:
-        max_len: tokens that a conversation may have, and so messages and tools.
+        max_len: tokens that a conversation may have; its messages and tools may not have more.
 
     Raises:
         Refusal: a field is missing, has a value that cannot be used, or is not supported.

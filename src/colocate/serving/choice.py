@@ -1,4 +1,5 @@
-"""`Choice`: one completion of a request, from the tokens that the engine draws to what its caller reads."""
+"""`Choice`: one completion of a request, from the tokens that the engine draws to the text that its caller
+reads."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Choice:
         return "tool_calls" if calls and self.turn.finish_reason == "stop" else self.turn.finish_reason
 
     def take(self, drawn: Drawn) -> TextPiece:
-        """Add what the engine has drawn; returns what is new for the caller."""
+        """Add tokens that the engine has drawn; returns the new piece for the caller."""
         text, used, offsets = "", 0, []
         for token_id in drawn.token_ids:
             used += 1

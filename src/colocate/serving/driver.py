@@ -5,7 +5,7 @@
 
 An engine draws all its sequences by one set of sampling parameters, so that requests are batched by theirs.
 Batches take turns of `SLICE_S` seconds: the native engine sets one aside for another, with its pages; other
-engines finish what they have begun and begin nothing new meanwhile, and what rested in them is read anew.
+engines finish the turns that have begun, begin no new ones meanwhile, and read resting sequences anew.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Job:
     """A request to the engine: one sequence for each of `prompt.samples`, the request's choices.
 
     Args:
-        put: called in the engine's thread with what becomes of the request; an exception ends it.
+        put: called in the engine's thread with each result of the request; an exception ends it.
         keep: keep the sequence when its turn has ended, so that a later job can extend it.
         extends: the number of a kept sequence that goes on with `given_ids`, in place of `prompt`, if the
             engine still has it.
@@ -146,8 +146,8 @@ class Driver:
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job, choice: int | None = None) -> None:
-        """Forget a request, or one of its choices; nothing more is heard of it. One that is over is
-        harmless."""
+        """Forget a request, or one of its choices; it gets no further results. One that is over may be
+        cancelled."""
         self._inbox.put(partial(self._drop, job, choice))
 
     def wake(self) -> None:
@@ -156,7 +156,7 @@ class Driver:
             self._inbox.put(_nothing)
 
     def advance(self, wait_s: float = 0.0) -> None:
-        """Take what was asked and cancelled, let the engine draw a little further, and hand that out.
+        """Take new requests and cancellations, let the engine draw a little further, and hand out the tokens.
 
         Args:
             wait_s: seconds to wait for something to do, if there is nothing.
@@ -179,8 +179,8 @@ class Driver:
                 self._tell(number, running)
 
     def fail(self, error: Exception, wait_s: float = 0.0) -> None:
-        """End all requests, those that wait too, and let go of what the engine has kept. What has been drawn
-        of them is handed out before the error.
+        """End all requests, those that wait too, and free the sequences that the engine has kept. Tokens
+        already drawn are handed out before the error.
 
         Args:
             wait_s: seconds to wait for a request, if there is none.

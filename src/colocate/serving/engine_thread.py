@@ -40,11 +40,11 @@ def step_limit_s(engine: RolloutEngine, device: torch.device) -> float:
 
 
 class Stepper:
-    """Goes on by a step at a time, and tells any thread whether the engine is of use.
+    """Advances an engine step by step, and tells any thread whether it can be used.
 
-    An engine hangs if what its thread does takes longer than such a thing can take. It is broken if, after an
-    error, it cannot even draw a token that nobody has asked for; it is asked again and again, and meanwhile
-    requests are refused. It has ended if its thread has.
+    An engine hangs if the work of its thread takes longer than the limit for such work. It is broken if,
+    after an error, it cannot even draw a test token; that is tried again and again, and meanwhile requests
+    are refused. It has ended if its thread has.
 
     Args:
         step_s: see `step_limit_s`.
@@ -61,10 +61,10 @@ class Stepper:
         """How often the engine has gone on with requests."""
 
     def check(self) -> None:
-        """Whether the engine is of use. Any thread may ask.
+        """Check that the engine can be used. Any thread may call this.
 
         Raises:
-            Refusal: it is not, and why; status 503.
+            Refusal: it cannot; with the reason and status 503.
         """
         if (trouble := self.trouble) is not None:
             raise _of_no_use(trouble)

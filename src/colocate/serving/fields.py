@@ -18,7 +18,7 @@ class Fields:
     """A JSON object of a request. A field that is null counts as absent.
 
     Args:
-        where: what stands before a field's name in messages, such as "messages[2].".
+        where: the text before a field's name in messages, such as "messages[2].".
     """
 
     def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
@@ -79,7 +79,7 @@ class Fields:
         return tuple(listed)
 
     def only(self, name: str, neutral: tuple[Any, ...], why: str) -> None:
-        """Take a field that may only have a value by which it asks for nothing.
+        """Take a field that may only have a neutral value, one that asks for nothing.
 
         Raises:
             Refusal: it has another value; `why` says what the service lacks.
@@ -139,8 +139,8 @@ class _Fault:
 
 
 def _fault(value: Any, depth: int) -> _Fault | None:
-    """The first fault in a value. Paths are made of what has a fault alone: names may be long, and stand
-    above many values."""
+    """The first fault in a value. Paths are built for faults only, since names may be long and have many
+    values below them."""
     if isinstance(value, str):
         return _fault_of_text(value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The gate in front of the service: who may come in, and the handler that serves each."""
+"""The gate in front of the service: it checks keys, and finds the handler for each."""
 
 from __future__ import annotations
 

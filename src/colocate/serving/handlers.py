@@ -1,4 +1,4 @@
-"""`RequestHandler`: how a client's calls become requests to the engine. `StatelessHandler` serves clients of
+"""`RequestHandler`: turns a client's calls into requests to the engine. `StatelessHandler` serves clients of
 `colocate serve`, and an agent's session those of a run."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RequestHandler(Protocol):
             number: which of the call's prompts.
 
         Raises:
-            Refusal: they cannot be.
+            Refusal: they cannot be drawn.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""`MessageStream`: an assistant's message that is told while it is being written."""
+"""`MessageStream`: an assistant's message that is streamed while it is being written."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Delta = dict[str, Any]
 class MessageStream:
     """Divides the text of a turn into reasoning, content and calls of tools.
 
-    What `feed` and `end` return, put together, is the message, whether the text came at once or in pieces.
-    From what may be a call on, the text waits for the end of the turn, as a call is read whole.
+    The results of `feed` and `end`, put together, are the message, whether the text came at once or in
+    pieces. Text from a possible call on is held back until the turn ends, as a call is read whole.
 
     Args:
         tools: schemas of the tools that may be called; without any, calls are plain content.
@@ -45,7 +45,7 @@ class MessageStream:
         """The message so far."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Take more of the turn's text; returns what is certain now."""
+        """Take more of the turn's text; returns the parts that are certain now."""
         self._held += text
         if self._is_read_whole:
             return []

@@ -35,8 +35,8 @@ class _ReadTask:
 class Readers:
     """Threads that do one body's work each, the oldest first.
 
-    They are daemons: one that does not come to an end, as a chat template may, neither keeps the process from
-    ending nor the others from reading.
+    They are daemon threads: one that never ends, because of a chat template, say, keeps neither the process
+    from ending nor the others from reading.
 
     Args:
         num: how many bodies are read at the same time.
@@ -53,8 +53,8 @@ class Readers:
         self._change = threading.Condition()
 
     async def read(self, work: Callable[[], T]) -> T:
-        """Call `work` in a reader, and return or raise what it does; if it is not awaited any more before one
-        has time for it, it is not called."""
+        """Call `work` in a reader, and return its result or raise its error. It is not called if nobody
+        awaits it any more when a reader is free."""
         loop = asyncio.get_running_loop()
         task = _ReadTask(work, loop, loop.create_future(), time.monotonic())
         with self._change:
@@ -86,7 +86,7 @@ class Readers:
         return delay_s if delay_s > self._late_s else 0.0
 
     def close(self) -> None:
-        """Do no more work; who is at work ends it, and nobody waits for that."""
+        """Begin no more work; readers at work finish theirs, and nobody waits for that."""
         with self._change:
             self._is_closed = True
             self._waiting.clear()

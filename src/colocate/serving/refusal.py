@@ -11,7 +11,7 @@ class Refusal(Exception):
     Args:
         status: the HTTP status.
         param: the field of the request that is to blame.
-        code: what programs tell errors apart by, such as "model_not_found".
+        code: a word by which programs tell errors apart, such as "model_not_found".
         retry_after_s: seconds after which the same request may be answered; None: it never will.
     """
 

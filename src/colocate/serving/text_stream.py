@@ -12,7 +12,7 @@ _MAX_PENDING = 32
 
 
 class TextStream:
-    """Decodes tokens as they come. What it returns is never taken back.
+    """Decodes tokens as they come. Text that it has returned never changes.
 
     Held back are bytes that make no character yet, and an end that may become one of the stop texts.
 

@@ -1,4 +1,4 @@
-"""`Texts`: how the service's model reads and writes, as its tokenizer and its chat template say."""
+"""`Texts`: requests as tokens and tokens as messages, by the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Texts:
     Args:
         stop_token_ids: the tokens that end a turn.
         chat_template_kwargs: arguments for the chat template.
-        template_remedy: what sets another chat template, for messages to clients; None: what sets it in a
-            program that trains.
+        template_remedy: how to set another chat template, for messages to clients; None: how a training
+            program sets it.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Attributes and methods that scripts written for TRL's and transformers' trainers read, call and override.
 
-This file has names only: each returns what another part of the run knows. The loop is in `loop.py`.
+This file has names only: each returns a value of another part of the run. The loop is in `loop.py`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Part:
     It cannot be set: the run's other parts were made with the part that there is.
 
     Args:
-        path: what it is called in the run; None: as in the trainer.
+        path: its name in the run; None: as in the trainer.
     """
 
     def __init__(self, path: str | None = None) -> None:

@@ -39,7 +39,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(_settle(awaitable, self._timeout_s), self._running())
 
     def result(self, future: Future) -> Any:
-        """Wait for what was submitted.
+        """Wait for the result of a submitted awaitable.
 
         Raises:
             RewardTimeout: it took longer than `timeout_s`.
@@ -56,8 +56,8 @@ class BackgroundLoop:
         return value
 
     def pause(self) -> None:
-        """Cancel what was submitted and end the thread. What was left on the loop besides goes on when
-        something is submitted again."""
+        """Cancel submitted awaitables and end the thread. Other tasks of the loop go on when something is
+        submitted again."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -32,7 +32,7 @@ def import_function(name: str, kind: str, known: Iterable[str] = ()) -> Callable
     """Import a function by a dotted path, from the working directory too, or `path/to/file.py:function`.
 
     Args:
-        kind: what it is wanted as, for errors.
+        kind: the word for its role, for errors.
         known: names without a module that may have been meant.
 
     Raises:

@@ -157,7 +157,7 @@ def _completion_at_hand(places: Iterable[tuple[FrameType, int]], completions: Se
 
 
 def _tell_tales(completion: Any) -> list[Any]:
-    """The objects that, if a variable holds one of them, show that the function is at this completion."""
+    """The objects by which a variable shows that the function is at this completion."""
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         return [completion, completion[0], completion[0].get("content")]
     return [completion]

@@ -22,7 +22,7 @@ class LoudExits(contextlib.ContextDecorator):
     """Lets `os._exit` in this process say who called it, and end the process with a status that is not 0.
 
     Nothing runs after `os._exit`: no handler, no `finally`. With status 0 a scheduler would take the run for
-    finished. Children that were forked end as they ask to. It may be entered within itself.
+    finished. Forked children end with the status that they ask for. Contexts may be nested.
     """
 
     def __enter__(self) -> LoudExits:

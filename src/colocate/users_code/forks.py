@@ -1,4 +1,4 @@
-"""Ends copies of the run's process that a user's function has made and let go on."""
+"""Ends forked copies of the run's process that return from a user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends the process at a time from which nothing else could save it: a thread of C waits for that time.
+"""Ends the process at a set time even if Python hangs: a thread in C waits for that time.
 
 `faulthandler` has one timer for the whole process. Here several that wait share it.
 """
@@ -16,7 +16,7 @@ _STDERR = 2
 
 
 class _LastResort:
-    """The times at which the process is to end, by what set them; the earliest one counts."""
+    """The times at which the process is to end, by their owners; the earliest one counts."""
 
     def __init__(self) -> None:
         self._ends_s: dict[object, float] = {}

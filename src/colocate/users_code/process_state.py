@@ -1,4 +1,4 @@
-"""Puts back what a user's code has left changed of the process that it shares with the run."""
+"""Restores state of the process that a user's code has changed."""
 
 from __future__ import annotations
 

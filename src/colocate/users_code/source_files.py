@@ -13,11 +13,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
 def sources_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """A description of everything that can be called, by where it was passed, as in "reward_funcs[0]".
+    """A description of every callable, by the place where it was passed, such as "reward_funcs[0]".
 
     Args:
-        given: by an argument's name what was passed: one callable, a list of them, a mapping, or None. What
-            cannot be called is left out.
+        given: the value of each argument: one callable, a list of them, a mapping, or None. Other values are
+            left out.
     """
     found: dict[str, str] = {}
     for name, value in given.items():
@@ -32,8 +32,8 @@ def sources_of(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def source_of(function: Any) -> str:
-    """The name of a function, a class or an object's class, and where its source is known the name of the
-    file and a digest of what is in it; of what has no file, a digest of the compiled function."""
+    """The name of a function, a class or an object's class, with the name of its source file and a digest of
+    that; without a file, with a digest of the compiled function."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

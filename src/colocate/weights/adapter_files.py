@@ -1,9 +1,9 @@
-"""A LoRA adapter as PEFT saves it: which weights of which model it changes, and by what.
+"""A LoRA adapter as PEFT saves it: the model that it belongs to, and its updates of weights.
 
 An update adds scaling * B A to a weight W [out, in] (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with
 scaling = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023,
-https://arxiv.org/abs/2312.03732). Of a tensor with the matrices of many experts, each has its own A and B;
-they lie in one pair of tensors.
+https://arxiv.org/abs/2312.03732). If a tensor has the matrices of many experts, each expert has its own A and
+B, which lie in one pair of tensors.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class AdapterStack:
     """A projection's adapters, whose A can lie one below the other: one product computes every A x.
 
     They lie below the weights, so that it computes W x, too, or in a place of their own. Each adapter has
-    `padded_rank` rows; nothing is made of what those that it does not fill contain.
+    `padded_rank` rows; the contents of rows that it does not fill are not used.
     """
 
     adapters: tuple[Adapter, ...]
@@ -194,7 +194,7 @@ def projection_adapters(modules: Sequence[nn.Module]) -> list[tuple[slice, Adapt
 
 
 def unreproducible_adapter(model: nn.Module) -> str | None:
-    """Describe a PEFT adapter that engines and trainer would compute otherwise than PEFT; None if there is
+    """Describe a PEFT adapter that engines and trainer would not compute as PEFT does; None if there is
     none.
 
     Nothing calls the wrapper's own forward, so an adapter that works there would be left out silently.
@@ -306,8 +306,8 @@ logger = logging.getLogger(__name__)
 
 
 def without_routers(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
-    """The configuration, of whose "all-linear" the routers are taken out that are linear layers and return
-    more than a product (Llama 4's returns scores, too): PEFT's layer around one fails at the first token."""
+    """The configuration; "all-linear" in it leaves out routers that are linear layers and return more than a
+    product, such as Llama 4's, since PEFT's layer around one fails at the first token."""
     config: Any = peft_config
     if getattr(config, "target_modules", None) != "all-linear" or getattr(config, "exclude_modules", None):
         return peft_config

@@ -1,4 +1,4 @@
-"""The longest sequence that a model was made for, or computes alike alone and among others."""
+"""The longest sequence that a model was made for, or computes equally alone and in a batch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class LongestContext(NamedTuple):
             )
 
     def check_sample(self, num_tokens: int) -> None:
-        """Refuse a sample that is longer than an exact limit. Rollouts end before; a `rollout_func` may bring
-        longer ones."""
+        """Refuse a sample that is longer than an exact limit. Rollouts stay below it; a `rollout_func` may
+        bring longer ones."""
         if self.is_exact and self.num_tokens is not None and num_tokens > self.num_tokens:
             raise ValueError(
                 f"A sample has {num_tokens} tokens, prompt and completion together, and this model computes "

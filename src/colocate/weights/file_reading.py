@@ -1,5 +1,5 @@
-"""Files of models and adapters, read with errors that name the file: a library's own say what is wrong with a
-text or a header, and not which file it is in."""
+"""Files of models and adapters, read with errors that name the file: a library's own errors say what is wrong
+with a text or a header, but not in which file."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ def run_gathered(model: nn.Module, work: Callable[[], Result]) -> Result:
     """Do `work`, which may call any of the model's modules and read the weights outside of its blocks; all
     ranks that share the weights must do it together.
 
-    What it returns may go backward, once. Of a model that is not sharded by FSDP2 `work` is just called.
+    A backward pass may start from its result, once. If FSDP2 has not sharded the model, `work` is just
+    called.
     """
     if not is_fully_sharded(model):
         return work()

@@ -139,7 +139,7 @@ class Layout:
 
     @property
     def local_vocab_size(self) -> int:
-        """Tokens of this rank's part of embedding and head: those from `part.index` times as many on."""
+        """Tokens of this rank's part of embedding and head; it begins at `part.index` times this number."""
         return self.vocab_size // self.part.count
 
     @property
@@ -200,8 +200,9 @@ def weight_part_of(model: nn.Module) -> WeightPart:
 
 
 class _Found:
-    """A layout that its model keeps, in its `__dict__`, and that goes when the model goes: kept elsewhere it
-    would hold the model for ever, to which its modules' hooks may lead. A copy of the model has none."""
+    """A layout that its model keeps in its `__dict__`, and that goes when the model goes. Kept elsewhere it
+    would keep the model alive for ever, since its modules' hooks may refer to the model. A copy of the model
+    has none."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

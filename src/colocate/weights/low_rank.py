@@ -32,7 +32,7 @@ class LowRank:
         return list(zip(self.reduced, self.factors, self.scalings, strict=True))
 
     def halves(self) -> list[tuple[Tensor, Tensor, float]]:
-        """`parts` of gate and up, in two blocks also where they are one matrix with one adapter."""
+        """`parts` as one block of gate and one of up, even if both are one matrix with one adapter."""
         parts = self.parts()
         if len(parts) == 1:
             ((reduced, factor, scaling),) = parts

@@ -63,7 +63,7 @@ def merge_adapter(
 
 
 def copy_model(name: str, directory: Path, *, revision: str | None = None) -> None:
-    """Copy a model's weights and what describes them, and nothing else that lies beside them."""
+    """Copy a model's weights and its description, and no other files of its directory."""
     remedy = "which from_pretrained and save_pretrained of transformers write: load the model, and save it."
     check_files(name, revision)
     files = _all_files(name, revision, remedy)
@@ -73,8 +73,7 @@ def copy_model(name: str, directory: Path, *, revision: str | None = None) -> No
 
 
 def copy_description(base: str, directory: Path, source: Path, revision: str | None = None) -> None:
-    """Copy all that says what a model is, besides its weights: configuration, tokenizer, index and own
-    code."""
+    """Copy the description of a model: configuration, tokenizer, index and own code."""
     found = (found_file(base, name, revision) for name in (INDEX, CARD, *CONFIGURATION, *TOKENIZER))
     for file in (*found, *source.glob("*.py")):
         if file is not None:
@@ -141,8 +140,8 @@ def _changed(
 
 
 class _Deltas:
-    """The updates of the tensors of a file. The pieces of a parameter wait for their tensors, between which
-    others of the same layer come."""
+    """The updates of the tensors of a file. Pieces of a parameter wait for their tensors, since others of the
+    same layer come in between."""
 
     def __init__(self, adapter: SavedAdapter) -> None:
         self._updates = adapter.updates

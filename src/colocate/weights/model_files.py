@@ -53,7 +53,7 @@ def check_adapter(name: str) -> None:
         name: its directory, or its name on the Hub.
 
     Raises:
-        DamagedFile: a LoRA adapter is not whole. Whether another kind is, PEFT knows.
+        DamagedFile: a LoRA adapter is not whole; other kinds are left to PEFT.
     """
     path = found_file(name, ADAPTER_WEIGHTS)
     try:
@@ -73,7 +73,7 @@ def check_adapter(name: str) -> None:
 
 @contextmanager
 def naming_damage(name: str, revision: str | None = None) -> Iterator[None]:
-    """Say which file it was, if what is done within fails because one is damaged.
+    """Name the damaged file if the block fails because of one.
 
     Raises:
         DamagedFile: a file is damaged.
@@ -93,8 +93,8 @@ def naming_damage(name: str, revision: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def adapters_are_whole(name: str) -> Iterator[None]:
-    """Refuse what is loaded within if it is an adapter that is not whole: PEFT would only warn, and put its
-    starting values in place of what is missing.
+    """Refuse an adapter that is loaded in the block and is not whole: PEFT would only warn, and put its
+    starting values in place of missing ones.
 
     Raises:
         DamagedFile: see `check_adapter`.
@@ -107,8 +107,8 @@ def adapters_are_whole(name: str) -> Iterator[None]:
 
 
 def check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse a model that lacks weights by the loading information of `from_pretrained`, which draws them at
-    random and goes on."""
+    """Refuse a model that lacks weights, by the loading information of `from_pretrained`, which would draw
+    them at random."""
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{name} lacks {len(missing)} of its model's weights, such as {missing[0]!r}; in their place "

@@ -1,4 +1,4 @@
-"""A checkpoint's part for one rank, of which nothing else is read.
+"""Loads one rank's part of a checkpoint, and reads nothing else.
 
 Loaded whole and then split, a model of 72 billion parameters takes 144 GB of host memory on every rank of a
 machine. Here the model is made without memory, its shapes are split, and each matrix's rows or columns are
@@ -37,8 +37,8 @@ def load_part(
     Args:
         name: the checkpoint's directory, or its name on the Hub.
         config: of a plain causal language model, not quantised.
-        dtype: which the weights get.
-        is_stored_so: whether only weights that the files hold in this type are read.
+        dtype: the type that the weights get.
+        is_stored_so: read only weights that the files hold in this type.
         revision: branch, tag or commit on the Hub.
 
     Returns:

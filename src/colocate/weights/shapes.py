@@ -157,7 +157,8 @@ class ModelShapes:
         """The sizes of what a rank holds of a model whose weights are split over `num_parts` ranks.
 
         Every matrix is split, by heads, by the MLP's width or by the vocabulary; norms and biases count
-        whole, and so do adapters, which every rank has; what a rollout keeps of them once more is a part.
+        whole, and so do adapters, which every rank has; the second copy that a rollout keeps of them is
+        split.
         """
         return self if num_parts == 1 else _part(self, num_parts)
 

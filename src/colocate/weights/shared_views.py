@@ -25,7 +25,7 @@ def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
 
     With `room_for_adapters` the storage of every projection has rows for an `AdapterStack` below the weights,
     zeros at first (see `stacked_view`). Split weights have no such rows, because the adapters are whole; and
-    their o and down stay as they are, transposed.
+    their o and down stay transposed.
 
     The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
     moves. A second call finds the storage fused and does nothing. `model.to(...)` undoes the fusion, and the

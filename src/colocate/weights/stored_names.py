@@ -35,8 +35,8 @@ from colocate.weights.weight_files import StoredTensor, at
 def with_stored_names(
     adapter: SavedAdapter, base: str, stored: Mapping[str, StoredTensor], *, revision: str | None = None
 ) -> SavedAdapter:
-    """The adapter with the names that the files of `base` have for what it changes, as far as they are known;
-    the same adapter if it has these names, or the model's code is not transformers' own."""
+    """The adapter with the names that its weights have in the files of `base`, as far as they are known; the
+    same adapter if it has these names, or the model's code is not transformers' own."""
     named = {*adapter.updates, *adapter.replacements}
     if not adapter.has_parameters and all(name in stored for name in named):
         return adapter

@@ -82,7 +82,7 @@ def weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as a checkpoint's index says.
 
     Raises:
-        DamagedFile: it does not say so.
+        DamagedFile: it has no such entry.
     """
     found = read_object(index).get("weight_map")
     if not isinstance(found, dict):

@@ -99,8 +99,8 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
 
 
 def local_adapters(modules: Sequence[nn.Module], part: WeightPart) -> list[tuple[slice, Adapter]]:
-    """The adapters' terms, for layers that read the same input, of this rank's product, with their columns of
-    it: they take rows of B where the weights are split by rows, and columns of A in o and down.
+    """The adapters' terms of this rank's product of layers that read the same input, with their columns of
+    it. They take rows of B where the weights are split by rows, and columns of A in o and down.
 
     Adapters are whole on every rank, and W x + s B (A x) is a sum over the columns of x.
     """
@@ -188,10 +188,10 @@ def why_not_split(layout: Layout, count: int) -> str | None:
 def split_weights(model: nn.Module, part: WeightPart) -> None:
     """Keep one part of a model's weights, in place.
 
-    The `nn.Parameter` objects stay; their `.data` is the part. The numbers that modules keep
-    (`in_features`, `num_embeddings`, ...) stay those of the whole model, by which PEFT makes whole adapters.
-    Parts of q, k and v are row slices of one storage, as after `fuse_parameters`; gate's and up's too. One
-    matrix at a time exists as a whole and as a part.
+    The `nn.Parameter` objects stay; their `.data` is the part. The numbers that modules keep (`in_features`,
+    `num_embeddings`, ...) stay those of the whole model, so that PEFT makes whole adapters. Parts of q, k and
+    v are row slices of one storage, as after `fuse_parameters`, and so are those of gate and up. Meanwhile
+    one matrix at a time exists both whole and as a part.
     """
     layout = layout_for(model)
     if layout.part != WHOLE:
@@ -260,7 +260,7 @@ def _split_parameters(layout: Layout) -> Iterator[tuple[Tensor, Literal[0, 1]]]:
 
 
 def empty_parts(model: Any, config: PretrainedConfig, device: torch.device | str) -> None:
-    """Give a model on the meta device memory for its weights, which may be parts; their values are any."""
+    """Give the weights of a model on the meta device, which may be parts, memory with undefined values."""
     model.to_empty(device=device)
     model.tie_weights()
     rotary = model.model.rotary_emb

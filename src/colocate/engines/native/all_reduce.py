@@ -44,10 +44,8 @@ class GroupSum:
         self.part = group.rank()
 
     def room(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor | None:
-        """The place [num_rows, num_columns] where a partial result is best written; None: anywhere.
-
-        The place is the same for every call, and holds the sum until the next partial result is written.
-        """
+        """The buffer [num_rows, num_columns] to write a partial result to; None: any. The buffer is the same
+        for every call, and holds the sum until the next partial result is written."""
         return None
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ class GroupSum:
         return gathered.view(self.num_parts, *x.shape)
 
     def is_equal_everywhere(self, x: Tensor) -> bool:
-        """Whether `x` has the same bits on all ranks, which must all ask; for tests of a sum."""
+        """Whether `x` has the same bits on all ranks, which must all call this; for tests of a sum."""
         ranks = GroupSum.gather(self, x.contiguous().view(torch.uint8))
         return bool((ranks == ranks[0]).all())
 

@@ -42,7 +42,7 @@ def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int)
 
 
 def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str]:
-    """Tokens of the longest sequence that is decoded, and what says so."""
+    """Tokens of the longest sequence that is decoded, and the reason for that limit."""
     if max_model_len is None:
         return layout.max_position, layout.max_position_reason
     if max_model_len > layout.max_position:
@@ -174,7 +174,7 @@ def _pages_within(num_bytes: float, cache: KVCache, dtype: torch.dtype, device: 
 
 
 def _usable_bytes(held_bytes: int, device: torch.device) -> float:
-    """Bytes that may be taken of the free memory, to which `held_bytes` that are taken already count."""
+    """Bytes of free memory that may be taken; `held_bytes`, already taken, count as free."""
     free_bytes = held_bytes
     if device.type == "cuda":
         # The cache can have memory that PyTorch has reserved and does not use: PyTorch gives it back then.

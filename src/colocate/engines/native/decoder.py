@@ -126,10 +126,10 @@ class Decoder:
             self._stops = self._captured[drawing]
 
     def compile_ahead(self, prefills: Sequence[Prefill], num_rows: int, *, has_prefixes: bool) -> None:
-        """Compile the kernels that a rollout which begins with `num_rows` rows will launch: for prefills,
-        first draws and steps, and for steps that share prefixes, too, if this one's do.
+        """Compile the kernels of a rollout that begins with `num_rows` rows: of prefills, first draws and
+        steps, and with `has_prefixes` of steps that share prefixes.
 
-        Ranks that decode together would exchange garbage, and compile each kernel when they first need it.
+        Ranks that decode together would exchange garbage here, so they compile each kernel at its first use.
         """
         kind = has_prefixes, self._sampler.is_plain, self._sampler.sampling.temperature == 0
         if bucket_for(num_rows) <= self._compiled.get(kind, 0) or self.backend.parallel.num_parts > 1:

@@ -6,8 +6,8 @@ in the model's type.
 
 Each group of weights that read the same input is divided by one power of two. e4m3's steps are relative, so a
 factor for each block of 128 would only help weights less than 2^-14 of the largest. The same holds for the
-inputs of q, k, v, gate and up: a norm's outputs are at most √hidden times its largest weight, which gives a
-factor that is known before. What down reads has no such bound: each row is divided by a factor of its own, so
+inputs of q, k, v, gate and up: a norm's outputs are at most √hidden times its largest weight, so their factor
+is known in advance. The inputs of down have no such bound: each row is divided by a factor of its own, so
 that a completion does not depend on the other rows.
 """
 
@@ -35,7 +35,7 @@ ROWS_AT_A_TIME = 4096
 
 
 def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
-    """Refuse a `gpu` of this compute capability, or a model on it, for which there is nothing in 8 bits; the
+    """Refuse 8 bits on a `gpu` of this compute capability, or for a model, without products in 8 bits. The
     layout may be of this rank's part, or on the meta device."""
     if rollout_precision == "bf16":
         return

@@ -176,11 +176,11 @@ class NativeEngine(BaseEngine):
         return [self._submissions.ended.pop(number) for number in numbers][own]
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
-        """Let sequences wait. See `RolloutEngine.submit`.
+        """Queue sequences. See `RolloutEngine.submit`.
 
-        The KV cache gets the size that is of use to the sequences which are there when the first `poll`
-        begins, so those that are known are best submitted at once. If those that come later could use more
-        than twice as much, the next `poll` takes it, and computes again what it does not find in it.
+        The first `poll` sizes the KV cache for the sequences submitted by then, so submit all known ones
+        before it. If later ones could use more than twice that size, the next `poll` enlarges the cache, and
+        recomputes keys and values that it does not find there.
 
         Prompts begin with pages that earlier ones have left in the cache. See `PrefixCache`.
 
@@ -252,8 +252,8 @@ class NativeEngine(BaseEngine):
         return aside
 
     def take_back(self, aside: Submissions) -> None:
-        """Have the sequences again that were set aside. With newer weights they go on from keys and values of
-        older ones; a token's log-prob is the one with which it was drawn in any case."""
+        """Queue sequences again that were set aside. With newer weights they go on from keys and values of
+        older ones; each token has the log-prob with which it was drawn."""
         if self._submissions.sequences:
             raise RuntimeError(
                 f"The engine has {len(self._submissions.sequences)} sequences: finish or abort these before "
@@ -275,9 +275,9 @@ class NativeEngine(BaseEngine):
         return list(added)
 
     def _is_outgrown(self, prompts: Sequence[Prompt], max_tokens: int) -> bool:
-        """Whether the rollout is too small for its sequences. Where no size of the cache was given it is also
-        too small if they could use more than twice what its cache was asked for: the cost of beginning anew
-        then comes at most once for each doubling."""
+        """Whether the rollout is too small for its sequences. If no size of the cache was given, it is also
+        too small if they could use more than twice the size it was made for: so it begins anew at most once
+        per doubling."""
         assert self._rollout is not None
         if not self._rollout.fits(longest_sequence(prompts, max_tokens)):
             return True
@@ -291,7 +291,7 @@ class NativeEngine(BaseEngine):
             self.counts.add("completions", len(self._submissions.ended) - num_ended)
 
     def _advance(self) -> None:
-        """Generate a little further. What an error loses of a turn is drawn again, with equal tokens."""
+        """Generate a little further. Tokens of a turn that an error loses are drawn again, and are equal."""
         rollout, self._rollout = self._rollout, None
         try:
             rollout = rollout or self._open_rollout()
@@ -305,7 +305,7 @@ class NativeEngine(BaseEngine):
         self._close_if_done()
 
     def _open_rollout(self) -> Rollout:
-        """A rollout in which all sequences that do not rest wait; those that have tokens are recomputed."""
+        """Open a rollout and queue all sequences that do not rest; those that have tokens are recomputed."""
         assert self._model is not None
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)

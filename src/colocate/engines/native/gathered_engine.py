@@ -1,10 +1,10 @@
 """The native engine on weights that are gathered while it is awake, where training splits them further.
 
-Ranks that decode together spend two sums a layer on it, and must need all turns of a batch at the same time.
-With memory for more of the weights than training keeps on a rank, fewer ranks decode together, or each alone:
-when the engine wakes up, ranks gather their parts into an arena, and when it goes to sleep the memory is
-free. With P bf16 parameters in t parts for training and t' for decoding the arena takes 2 P / t' bytes, of
-which a rank receives 2 P (1 / t' - 1 / t) in each rollout.
+Ranks that decode together need two sums a layer, and all turns of a batch at the same time. With memory for
+more of the weights than training keeps on a rank, fewer ranks decode together, or each alone: when the engine
+wakes up, ranks gather their parts into an arena, and when it goes to sleep the memory is free. With P bf16
+parameters in t parts for training and t' for decoding the arena takes 2 P / t' bytes, of which a rank
+receives 2 P (1 / t' - 1 / t) in each rollout.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class GatheredWeights:
         return self._arena.tensor((self._num_bytes,), torch.uint8)
 
     def _put(self, name: str, offset: int, split: Split) -> Tensor:
-        """Let a parameter of the model lie at an offset; returns it as it lies there."""
+        """Move a parameter of the model to an offset; returns its view there."""
         shape, like = self.model.get_parameter(name), self._source.get_parameter(name)
         size = shape.numel() * like.dtype.itemsize
         flat = self._storage[offset : offset + size].view(like.dtype)

@@ -32,7 +32,7 @@ class KeptPages:
         """Put copies into pages of a cache.
 
         Args:
-            numbers: the new numbers of the pages that are wanted, by the old ones.
+            numbers: the new number of each wanted page, by its old one.
         """
         for old, copies in self._slabs:
             places = [place for place, page in enumerate(old) if page in numbers]
@@ -43,8 +43,8 @@ class KeptPages:
 class HostRoom:
     """How much of the host's memory copies of pages may take.
 
-    What the largest copies took stays with the allocator of pinned memory, so only what is beyond that is
-    taken from the host.
+    The allocator of pinned memory keeps the memory of the largest copies, so only bytes beyond that are taken
+    from the host.
     """
 
     def __init__(self) -> None:

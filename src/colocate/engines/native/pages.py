@@ -93,7 +93,7 @@ class PagePool:
         return found
 
     def count_free(self, pages: Iterable[int]) -> int:
-        """How many of `pages` nobody holds: to share these takes as many of `num_free`."""
+        """How many of `pages` are free: sharing them lowers `num_free` by as many."""
         return sum(self._num_holders[page] == 0 for page in pages)
 
     def _evict(self) -> int:

@@ -57,8 +57,8 @@ class PrefixCache:
         return names
 
     def find(self, names: Sequence[bytes], num_tokens: int, num_held: int = 0) -> list[int]:
-        """Pages, named `names`, for the beginning of `num_tokens` tokens without the last one, from whose
-        logits is drawn what follows; `num_held` leading pages are there already."""
+        """The pages named `names` that hold the beginning of `num_tokens` tokens. The last token is left out,
+        because the next one is drawn from its logits. `num_held` leading pages are held already."""
         return self.pool.find(names[num_held : (num_tokens - 1) // self.page_size])
 
     def enter(self, names: Sequence[bytes], pages: Sequence[int]) -> None:

@@ -59,8 +59,7 @@ class Projection:
 
     @property
     def input_factor(self) -> Tensor | None:
-        """The factor by which inputs may be divided and rounded to 8 bits before; None: they are read in 16
-        bits."""
+        """The factor to divide inputs by before they are rounded to 8 bits; None: they stay in 16 bits."""
         return self.in_8bit.input_factor if self.in_8bit is not None and self.takes_8bit else None
 
     @property

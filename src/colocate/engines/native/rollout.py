@@ -58,7 +58,7 @@ class Rollout:
         decoder.start_rollout(sampling)
 
     def restart(self, sequences: Iterable[RunningSequence], kept: KeptPages | None) -> None:
-        """Let all `sequences` but those that rest wait.
+        """Queue all `sequences` but those that rest.
 
         Args:
             kept: pages of an earlier rollout; None, or too many for this cache: no token is in the cache.
@@ -82,8 +82,8 @@ class Rollout:
     def _adoptable(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
         """The sequences that go on with kept pages; none if the cache has too few.
 
-        Members that have yet to begin share the prompt's pages with their group, and are to begin with what
-        the present weights make of it: such a group is read anew.
+        A group with members that have not begun is read anew: they share its prompt's pages, which must come
+        from the present weights.
         """
         beginning = {sequence.group for sequence in sequences if sequence.is_fresh}
         found = [sequence for sequence in sequences if sequence.pages and sequence.group not in beginning]
@@ -162,7 +162,7 @@ class Rollout:
         self._collect()
 
     def _reserve(self) -> int:
-        """Allocate the coming window's pages, preempting if too few; its steps, 0 if all are at a limit."""
+        """Allocate the next window's pages, preempting if need be. Returns its steps; 0: all at a limit."""
         scheduler = self.scheduler
         num_steps = min(self.backend.steps_per_look, scheduler.num_steps_left)
         if scheduler.lacks_pages(num_steps):

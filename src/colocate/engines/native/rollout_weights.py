@@ -213,7 +213,7 @@ class RolloutWeights(WeightMemory[Tensor]):
         return AdapterStack.of(local_adapters(modules, part)) if self._stacks_adapters else None
 
     def _num_bytes(self, modules: Sequence[nn.Module], layout: Layout) -> int:
-        """Bytes of the place of layers that read the same input; 0: they need none."""
+        """Bytes of the storage of layers that read the same input; 0: they need none."""
         linears, stack = [base_linear(module) for module in modules], self._stack(modules, layout.part)
         has_4bit = any(map(is_4bit, linears))
         rows = sum(linear.out_features for linear in linears) if has_4bit else 0

@@ -155,8 +155,8 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
 
 
 def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw by Gumbel-max a block and then its token: the largest noisy log-sum-exp of a block, the token, and
-    the log-sum-exp of all logits, each [B]."""
+    """Draw by Gumbel-max a block and then its token. Returns the largest noisy log-sum-exp of a block, the
+    token, and the log-sum-exp of all logits, each [B]."""
     num_rows, vocab_size = logits.shape
     num_blocks, block_size = block_noise.shape[1], token_noise.shape[1]
     padding = num_blocks * block_size - vocab_size

@@ -11,8 +11,8 @@ tokens that it has, to be recomputed by one prefill. The youngest usually has th
 and the oldest always advances, so that every rollout ends.
 
 A prompt that may share pages with others (`Group.is_findable`) begins with the pages that the prefix cache
-finds for it, and so does what is recomputed. What a sequence has filled can be found from when it stops or
-rests, and its prompt from when it is read.
+finds for it, and so do recomputed tokens. The full pages of a sequence can be found once it stops or rests,
+those of its prompt once that is read.
 
 A sequence that is kept rests after a turn, without a row but with its pages, until it is extended by tokens
 that it has not drawn. Then it waits before those that have not started, and only the new tokens are
@@ -84,7 +84,7 @@ class Scheduler:
         return bool(self._fresh or self._resumed or self.running)
 
     def wait(self, sequences: Iterable[Sequence]) -> None:
-        """Let sequences that do not run wait for a row, behind those that wait already."""
+        """Queue sequences that do not run, behind those that wait already."""
         for sequence in sequences:
             (self._fresh if sequence.is_fresh else self._resumed).append(sequence)
 
@@ -123,7 +123,7 @@ class Scheduler:
         return admission
 
     def shared_prefixes(self) -> list[tuple[list[int], int]]:
-        """Each running prompt's members' rows and the number of leading pages that they share."""
+        """The rows of each running prompt's members, and the number of leading pages that they share."""
         rows: dict[Group, list[int]] = {}
         for sequence in self.running:
             rows.setdefault(sequence.group, []).append(sequence.row)
@@ -192,7 +192,7 @@ class Scheduler:
         self._note_running()
 
     def stop_all(self) -> list[Sequence]:
-        """Stop what runs; it keeps the pages of what it has read. The host must have read all tokens before.
+        """Stop all running sequences; they keep the pages of tokens read. The host must have read all tokens.
 
         Returns:
             The sequences that have pages.
@@ -205,7 +205,7 @@ class Scheduler:
         return list(self._idle)
 
     def give_back(self) -> None:
-        """Stop what runs, and give all pages back; what is in them can still be found.
+        """Stop all running sequences, and give all pages back; their contents can still be found.
 
         The host must have read all tokens before, and this scheduler is of no use afterwards.
         """
@@ -216,7 +216,7 @@ class Scheduler:
         """Give sequences of another scheduler as many pages as they had there; the pool must have these.
 
         Returns:
-            The numbers of the pages here, by those there.
+            The new number of each page, by its old one.
         """
         old = sorted({page for sequence in sequences for page in sequence.pages})
         new = dict(zip(old, self.pool.allocate(len(old)), strict=True))
@@ -364,7 +364,7 @@ class Scheduler:
         return self.prefixes.find(self._names(group, ()), len(group.prompt.token_ids))
 
     def _names(self, group: Group, token_ids: SequenceABC[int]) -> list[bytes]:
-        """The names of the pages that the prompt, or `token_ids` after it, fills; none if not to be found."""
+        """The names of full pages of the prompt, `token_ids` after it; none if the group is not findable."""
         if not group.is_findable:
             return []
         if group.names is None:
@@ -418,7 +418,7 @@ class Scheduler:
         self._let_go(group)
 
     def _take_idle_pages(self, starting: Sequence | None = None) -> None:
-        """Take the pages of the sequence that kept them shortest, not `starting`; it will be recomputed."""
+        """Take the pages of the sequence that kept them the shortest, not `starting`; it is recomputed."""
         youngest = next(sequence for sequence in reversed(self._idle) if sequence is not starting)
         del self._idle[youngest]
         self._release(youngest)
@@ -432,7 +432,7 @@ class Scheduler:
         sequence.is_resting = True
 
     def _keep_pages(self, sequence: Sequence) -> None:
-        """Let a sequence that ran hold the pages of what it has read."""
+        """Let a sequence that ran hold the pages of the tokens that it has read."""
         self._leave(sequence)
         num_pages = pages_for(sequence.num_cached, self.page_size)  # those beyond were taken for a window
         self.pool.release(sequence.pages[num_pages:])
@@ -440,7 +440,7 @@ class Scheduler:
         self._idle[sequence] = None
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of those that run, and let what it has read be found."""
+        """Take a sequence out of those that run, and make its pages findable."""
         del self._by_phase[-sequence.offset % self.page_size][sequence]
         # The last token drawn was never fed: it has no key and value.
         sequence.num_cached = sequence.num_context - 1

@@ -1,4 +1,4 @@
-"""`Submissions`: the sequences that an engine was asked for, by the numbers under which it was asked."""
+"""`Submissions`: the sequences submitted to an engine, by their numbers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Submissions:
         return removed
 
     def prompts(self, max_len: int) -> list[Prompt]:
-        """The groups of all sequences as prompts whose limits are the most tokens that may follow them.
+        """The groups of all sequences as prompts, each with the most tokens that may follow as its limit.
 
         Args:
             max_len: tokens that the engine's context has.
@@ -112,8 +112,8 @@ class Submissions:
         self.finished.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences' tokens, and the turns that were not returned yet. No page is kept any more: what is
-        saved and what goes on shall have one future."""
+        """The sequences' tokens, and the turns that were not returned yet. All pages are given up, so that
+        this run and one resumed from the state go on equally."""
         self.forget_cache()
         groups = list({sequence.group: None for sequence in self.sequences.values()})
         numbers = {group: number for number, group in enumerate(groups)}

@@ -46,7 +46,7 @@ class OneRank:
         return F.embedding(token_ids, weight)
 
     def room(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor | None:
-        """The place [num_rows, num_columns] for a product that will be summed; None: it has none."""
+        """The buffer [num_rows, num_columns] for a product that will be summed; None: there is none."""
         return None
 
     def sum(self, partial: Tensor) -> Tensor:

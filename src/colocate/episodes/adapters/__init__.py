@@ -1,8 +1,8 @@
 """Text environments of other libraries as environments of `environment_factory`.
 
-Each is one file and needs its library only when it is constructed. They play with one tool, `act`, end the
-episode (`done`) and reward it with the sum of what its actions have earned, or, with `per_turn=True`, each
-turn with what its actions have:
+Each is one file and needs its library only when it is constructed. The model plays by one tool, `act`. The
+environment ends the episode (`done`) and rewards it with the sum over its actions or, with `per_turn=True`,
+each turn with the sum over its own:
 
     GRPOTrainer(..., environment_factory=lambda: GymnasiumEnvironment("Guess-v0"))
 

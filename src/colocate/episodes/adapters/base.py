@@ -60,8 +60,8 @@ class TextEnvironment(abc.ABC):
 
     @abc.abstractmethod
     def _step(self, action: str) -> tuple[str, float | None, bool]:
-        """Take an action: what is to be seen, what it earns and whether the episode is over. What it raises
-        is for the model to read, and the episode goes on."""
+        """Take an action. Returns the observation, the reward and whether the episode is over. The model
+        reads the text of an exception, and the episode goes on."""
 
 
 def import_package(name: str, hint: str) -> ModuleType:

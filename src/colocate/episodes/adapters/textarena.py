@@ -11,11 +11,11 @@ HINT = 'TextArena\'s games need TextArena: pip install "textarena>=0.7"'
 
 
 class TextArenaEnvironment(TextEnvironment):
-    """A game for one player, made anew for each episode: TextArena's wrappers keep what they have observed
-    over `reset`. The row's column `seed`, if there is one, seeds it.
+    """A game for one player, made anew for each episode, because TextArena's wrappers keep observations over
+    `reset`. The row's column `seed`, if there is one, seeds it.
 
-    The reward is the game's at its end. An observation that repeats the one before, as those of the games'
-    default wrapper do, is shortened to what is new.
+    The reward is the game's at its end. If an observation repeats the one before, as with the games' default
+    wrapper, only the new part is shown.
 
     Args:
         game: its name, such as "Sudoku-v0". Some games (Wordle, Hangman, ...) download lists of words.

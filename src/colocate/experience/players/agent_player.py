@@ -56,7 +56,7 @@ MAX_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent's client asks: its arguments `base_url` and `api_key`, and the name of the model.
+    """The arguments `base_url` and `api_key` of an agent's client, and the name of the model.
 
     Example:
 
@@ -81,8 +81,8 @@ Agent = Callable[[dict[str, Any], Endpoint], Any]
 class AgentPlayer(Player):
     """Lets an agent play a request's episodes, all at the same time.
 
-    What an agent raises, and the time limit, end its episode with the calls that were made; reward functions
-    get the error's text as `agent_error`. An agent that ends without a call is started once more.
+    An exception of an agent, or the time limit, ends its episode with the calls that were made; reward
+    functions get the error's text as `agent_error`. An agent that ends without a call is started once more.
 
     Args:
         sampling: how tokens are drawn. Its `max_tokens` bound all tokens of a history after its prompt.
@@ -205,7 +205,7 @@ class AgentPlayer(Player):
         )
 
     def _latest_end_s(self, num_agents: int) -> float:
-        """When all agents have ended that can be interrupted, by `time.monotonic`."""
+        """The latest time, by `time.monotonic`, at which agents that can be interrupted have ended."""
         if self._timeout_s is None:
             return math.inf
         num_waves = 1 if _is_async(self._agent) else math.ceil(num_agents / MAX_THREADS)

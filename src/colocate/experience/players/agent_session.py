@@ -1,9 +1,8 @@
 """`Session`: the calls of one agent, each of which becomes a node of its episode.
 
 The service knows a session by its key, which the agent's client sends as API key. Tokens are noted as they
-were given and drawn. Where the next messages go on from a call that was noted, their tokens are what
-`Renderer.bridge` puts behind it; where the agent has rewritten its history, the conversation is rendered anew
-and the episode forks.
+were given and drawn. If the next messages go on from a noted call, `Renderer.bridge` gives their tokens. If
+the agent has rewritten its history, the conversation is rendered anew and the episode forks.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class Session:
     # ── Where a call goes on ─────────────────────────────────────────────────────────────────────────────
 
     def _bridged(self, call: ChatCall, known: Mapping[int, _KnownConversation]) -> _Continuation | None:
-        """A continuation of the longest conversation with which the call's begins; None: there is none, or
-        the chat template rewrites it.
+        """A continuation of the longest known conversation that the call's begins with; None: there is none,
+        or the chat template rewrites it.
 
         Args:
             known: the conversations that may go on, by their last nodes.
@@ -213,10 +212,10 @@ class Session:
         return tokens
 
     def _room(self, call: Call, start: _Continuation) -> int:
-        """The tokens that may be drawn, as the row of training that they are a part of can have them.
+        """How many tokens may be drawn within the limits of a training row.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is no room.
         """
         options, nodes = self._options, self.episode.nodes
         own = nodes[0].given_ids if nodes else start.context

@@ -6,11 +6,12 @@ Where completions differ in length, the longest one has the device to itself at 
     rollout k    batch k ████████████▌        batch k+1     ▐███████
     rollout k+1  batch k+1       ████▌        batch k+2  ▐██████████
 
-A rollout ends when its own batch is complete. That has the prompts which it would have with L = 0, so none is
-favoured for its short answers. What later batches have drawn by then stays, and they go on after the update
-with the new weights. So a token is at most L rollouts older than the step that trains on it, and has the
-log-prob with which it was drawn, by which importance sampling divides. Over L + 1 rollouts there are at least
-as many decode steps as the longest completion has tokens: a bound on the age of tokens costs that.
+A rollout ends when its own batch is complete. The batch has the same prompts as with L = 0, so none is
+favoured for its short answers. Tokens that later batches have drawn by then stay, and those batches go on
+after the update with the new weights. So a token is at most L rollouts older than the step that trains on it,
+and has the log-prob with which it was drawn, by which importance sampling divides. Over L + 1 rollouts there
+are at least as many decode steps as the longest completion has tokens: that is the price of bounding the age
+of tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CarryingPlayer(Player):
 
     Args:
         player: plays the episodes that are trained on.
-        held_out: plays those of evaluations, for which `player`'s leave the engine.
+        held_out: plays the episodes of evaluations; those of `player` leave the engine meanwhile.
         max_policy_lag: L, generation batches that are begun ahead.
     """
 

@@ -121,7 +121,7 @@ class EpisodePlayer(Player):
             self.stop()
 
     def begin(self, request: RolloutRequest) -> list[_Play]:
-        """Let the first turns of a request's episodes wait to be generated. Raises as `play` does."""
+        """Queue the first turns of a request's episodes. Raises as `play` does."""
         plays = self._plays_of(request)
         self._submit(plays)
         return plays
@@ -219,7 +219,7 @@ class EpisodePlayer(Player):
             self._retire(number)
 
     def _answer(self, number: int, results: Sequence[ToolResult]) -> None:
-        """Give what tools have answered to the model, and let it draw its next turn."""
+        """Give the tools' answers to the model, and let it draw its next turn."""
         play, episode = self._plays[number], self._plays[number].episode
         episode.tool_calls += len(results)
         episode.tool_failures += sum(result.is_failure for result in results)

@@ -1,4 +1,4 @@
-"""Players: what makes the episodes of a request while the engine is awake."""
+"""Players, which make the episodes of a request while the engine is awake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Player:
 
     @property
     def has_restored(self) -> bool:
-        """Whether completions wait that were begun, by older weights, before the run was resumed."""
+        """Whether completions wait that older weights began before the run was resumed."""
         return False
 
     def play(self, request: RolloutRequest) -> list[Episode]:

@@ -79,7 +79,8 @@ class FunctionPlayer(Player):
         return episodes
 
     def _call(self, prompts: list[Any]) -> dict[str, Any]:
-        """The function's columns. What it raises is the user's to read as it is, but ends no interpreter."""
+        """The function's columns. Its exceptions are raised as they are, except those that would end the
+        interpreter."""
         name = getattr(self._func, "__name__", type(self._func).__name__)
         try:
             columns = self._func(prompts)

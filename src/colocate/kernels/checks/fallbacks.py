@@ -128,7 +128,7 @@ def of_training(
 
 
 def _found(*ways: tuple[str, str | None, bool]) -> list[Fallback]:
-    """Fallbacks for those of the ways (what happens, why, whether it is costly) that have a reason."""
+    """The fallbacks among the ways, each (what happens, why, whether it is costly): those with a reason."""
     return [Fallback(f"{way}: {why}.", is_costly) for way, why, is_costly in ways if why is not None]
 
 

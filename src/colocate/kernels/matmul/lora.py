@@ -28,7 +28,7 @@ def expand(y: Tensor, t: Tensor, stack: AdapterStack) -> None:
 
     Args:
         y: [T, out], rows contiguous.
-        t: [T, adapters * padded rank], rows contiguous: A x of each adapter, and whatever in the columns
+        t: [T, adapters * padded rank], rows contiguous: A x of each adapter, and anything in the columns
             beyond its rank.
     """
     assert y.stride(1) == t.stride(1) == 1, "rows of y and t must be contiguous"

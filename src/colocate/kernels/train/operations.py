@@ -116,7 +116,7 @@ def rotate_backward(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `rotate` with respect to `qkv` (the values' gradient is put beside them) and the norms.
+    """Gradients of `rotate` with respect to `qkv` (the values' gradient is copied in) and the norms.
 
     A rotation's inverse is its transpose, so gradients are turned back by the negative angle. The code
     computes the transpose itself, which is the gradient for any tables: some are scaled (YaRN's), and the two
@@ -124,7 +124,7 @@ def rotate_backward(
 
     Args:
         grad_q: [T, H, D]; grad_k, grad_v: [T, K, D].
-        qkv: what `rotate` was given; read only where there are norms.
+        qkv: the input of `rotate`; read only where there are norms.
 
     Returns:
         [T, H + 2K, D] in the dtype of `qkv`; [D] float32 (or float64) for either norm's weight, or None.
@@ -153,7 +153,7 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     """activation(gate) * up of [T, 2i], gates first; returns [T, i] (Shazeer 2020, arXiv:2002.05202).
 
     Args:
-        low_rank: what adapters add to `gate_up`, which stays as it is.
+        low_rank: the adapters' term for `gate_up`, which is not changed.
     """
     if not (is_silu(activation) and _have_kernels(gate_up)):
         return definitions.gate(activation, gate_up, low_rank)

@@ -1,4 +1,4 @@
-"""Softmax of a head's products with the hidden states, and its gradient, in one pass over them each.
+"""Softmax of a head's products with the hidden states, and its gradient, each in one pass over them.
 
 Both are bound by memory: [n, V] in float32 is 622 MB for 1024 tokens and a vocabulary of 152k, most of what
 the matrix product beside it reads and writes. So a logit is made of its product in registers (bias,

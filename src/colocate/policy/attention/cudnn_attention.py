@@ -310,7 +310,7 @@ _integers_of: WeakKeyDictionary[Runs, dict[_AttentionCase, dict[_Uid, Tensor]]] 
 
 
 def _integers(runs: Runs, case: _AttentionCase) -> dict[_Uid, Tensor]:
-    """Where the runs begin and how long they are. Runs that the graph has and the pack has not are empty."""
+    """Where the runs begin and how long they are. Runs of the graph beyond those of the pack are empty."""
     of_case = _integers_of.setdefault(runs, {})
     if case not in of_case:
         num_empty = case.max_runs - len(runs.query_lengths)

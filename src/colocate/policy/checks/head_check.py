@@ -1,4 +1,4 @@
-"""A model's own logits beside those that log-probabilities are made of, on a few tokens, before a run."""
+"""Compares a model's own logits with those that log-probabilities are made of, on a few tokens."""
 
 from __future__ import annotations
 

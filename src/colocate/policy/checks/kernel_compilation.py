@@ -22,8 +22,8 @@ def compile_ahead(model: nn.Module) -> None:
     """Compile the kernels of a packed model's forward and backward pass, of layers, last norm and log-probs.
 
     Parameters, gradients and the random generators are as before when it returns. The backward pass runs in
-    this thread, since only this thread's kernels are not launched. A model that holds a part
-    of its weights would need the other ranks for a pass; its kernels are compiled as they are needed.
+    this thread, since kernels of other threads are launched. A model that holds a part of its weights would
+    need the other ranks for a pass; its kernels are compiled as they are needed.
     """
     layout = layout_for(model)
     if layout.part.count > 1 or not can_compile_ahead(layout.device):

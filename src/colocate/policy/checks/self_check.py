@@ -1,11 +1,11 @@
-"""The packed stack beside the model's own forward pass, on a few tokens, before a run begins.
+"""Compares the packed stack with the model's own forward pass, on a few tokens, before a run.
 
 `DecoderStack` and the native engine never call the forward of transformers' layers: they compute what those
 did when an architecture's layout was written. A later transformers, an option or a patch may compute
 something else, and engine and trainer would go on agreeing with one another. So two short sequences of one
 prompt go through both, forward and backward. Every layer starts from the model's own states, so that rounding
 does not add up over layers, and what is left of it is far below a change of the arithmetic. Both run as in
-training, where dropout acts; only LoRA's is switched off, whose masks the stack draws itself.
+training, where dropout acts; only LoRA's is switched off, since the stack draws its masks itself.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_stack(model: nn.Module) -> None:
 
     The model's mode and gradients and the random generators are as before when it returns.
 
-    transformers' modules cannot compute with a part of the weights. Of a model that holds one, a small model
+    transformers' modules cannot compute with a part of the weights. If the model holds a part, a small model
     of the same configuration is compared instead (`small_model_of`), without the adapters.
     """
     layout = layout_for(model)
@@ -150,8 +150,8 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
 
 
 def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pack, list[Tensor], Tensor]:
-    """The compared tokens, packed, and what the model's own forward pass makes of them as padded rows: the
-    outputs of embedding, layers and last norm, each [T, hidden], in one graph, and the logits [T, V].
+    """The compared tokens, packed, and the results of the model's own forward pass on them as padded rows:
+    the outputs of embedding, layers and last norm, each [T, hidden], in one graph, and the logits [T, V].
 
     Every output is packed and padded again on its way to the next layer, so that a shared prompt's gradient
     is the sum over its rows in the model, too.

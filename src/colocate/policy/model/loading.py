@@ -57,12 +57,12 @@ def prepare_model(
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
 
     Args:
-        part: what the model keeps of its weights. Where possible nothing else is read (`part_loading`); or
-            else it is loaded whole, and split before it goes to the device. A model object may hold its part
-            already (`weight_parts.random_parts`).
+        part: the part of the weights to keep. If possible nothing else is read (`part_loading`); otherwise
+            the model is loaded whole, and split before it goes to the device. A model object may hold its
+            part already (`weight_parts.random_parts`).
         weight_mesh: of the ranks with the parts, by which a model without a layout is split
             (`fully_sharded`).
-        is_trained: refuse what can be generated with and not trained: float16.
+        is_trained: refuse float16, which can generate and not be trained.
     """
     loaded = _loaded(model, options, quantization_config, part, is_trained=is_trained)
     if is_trained:
@@ -122,8 +122,8 @@ def part_of_checkpoint(
 ) -> PreTrainedModel | None:
     """A model of which only `part` was read; None where it must be loaded whole.
 
-    That is the case for a model object, an adapter, what is quantised or holds more than a language model,
-    for arguments that `from_pretrained` alone knows, and with `bf16` for weights that are finer, as their
+    That is so for a model object, an adapter, a checkpoint that is quantised or holds more than a language
+    model, and arguments that only `from_pretrained` knows; with `bf16` also for finer weights, since their
     masters are made from whole ones.
     """
     known = {"trust_remote_code", "dtype", "revision"}
@@ -267,10 +267,8 @@ def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
 
 
 def check_adapter_is_wrapped(model: nn.Module) -> None:
-    """Check that who has an adapter's layers inside is the `PeftModel` around them, which saves the adapter.
-
-    PEFT puts them into the very model that it is given.
-    """
+    """Check that a model with an adapter's layers is the `PeftModel` around them, which saves the adapter.
+    PEFT adds the layers to the model object that it is given."""
     if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
         raise ValueError(
             f"Your {type(model).__name__} has an adapter's layers inside, from an earlier trainer or "

@@ -59,7 +59,7 @@ def check_types(model: nn.Module) -> None:
 def cast_to_bf16(model: nn.Module) -> dict[str, Tensor]:
     """Make the parameters bf16, in place, and return the trainable ones in fp32 for the optimizer's masters.
 
-    Four kinds of tensors stay as they are: what transformers keeps in float32 (`kept_in_float32`; its
+    Four kinds of tensors stay as they are: those that transformers keeps in float32 (`kept_in_float32`; its
     parameters become float32 if they are not); PEFT's adapters, which PEFT keeps in fp32 over a bf16 model;
     quantized weights; and buffers such as the rotary frequencies, which in bf16 could not tell positions
     apart.

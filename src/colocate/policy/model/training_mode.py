@@ -1,5 +1,5 @@
-"""A model in training mode, compared with rollouts and with PEFT's own wrapper on a few tokens; and the
-dropout that a model applies in it, and no rollout engine does."""
+"""Differences of training mode from rollouts, and from PEFT's own wrapper on a few tokens; and dropout, which
+no rollout engine applies."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _agree(states: Tensor, others: Tensor) -> bool:
 
 @contextmanager
 def _kept(model: nn.Module) -> Iterator[None]:
-    """Change what an adapter has learned for a block, and put it, modes, dropout and random states back."""
+    """Change an adapter's weights for a block; then put them, modes, dropout and random states back."""
     training = [(module, module.training) for module in model.modules()]
     rates = list(dropout_rates(model))
     is_adapted = hasattr(model, "peft_config")
@@ -144,8 +144,8 @@ def active_dropout(model: nn.Module) -> dict[str, float]:
 
 
 def dropout_rates(model: nn.Module) -> Iterator[tuple[str, Any, str, float]]:
-    """Every rate of a model: the path of its module, the object or dict that holds it, by which name, and the
-    rate."""
+    """Every rate of a model: the path of its module, the object or dict that holds it, its name there, and
+    the rate."""
     for path, module in model.named_modules():
         is_layer = "dropout" in type(module).__name__.lower()
         for key, value in list(vars(module).items()):

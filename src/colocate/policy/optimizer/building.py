@@ -1,4 +1,4 @@
-"""The optimizer and schedule that transformers' options name, over leaves of this project's."""
+"""The optimizer and schedule that transformers' options name, made for given leaves."""
 
 from __future__ import annotations
 

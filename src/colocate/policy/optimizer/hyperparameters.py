@@ -1,4 +1,4 @@
-"""An optimizer's hyperparameters, and what becomes of them and of the schedule when a run goes on."""
+"""An optimizer's hyperparameters, and how a resumed run takes over them and the schedule."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ rule, and that of `DTensor`'s `Shard(0)`. Masters, moments and reduced gradients
     after the last micro-batch   reduce-scatter   each rank gets the mean gradient of its rows
     after the step               all-gather       in place: the engine reads the weights where they are
 
-A matrix whose rows n divides needs no copy for either: its rows lie rank after rank already. Everything
-small, and what n does not divide, is copied into buckets of equal shares, padded.
+A matrix whose rows n divides needs no copy for either: its rows lie rank after rank already. Small matrices,
+and those whose rows n does not divide, are copied into buckets of equal shares, padded.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Masters:
         """This rank's rows of float32 parameters, their own masters; empty without shards."""
 
     def make(self, originals: Mapping[str, Tensor], splits: Mapping[str, Split]) -> None:
-        """Make the masters of bf16 parameters from `originals`, the weights before the cast, where there are
-        such; with shards this rank's rows of float32 parameters. `splits`: how weights are split; others are
-        whole."""
+        """Make the masters of bf16 parameters, from `originals` (the weights before the cast) if they are
+        there; with shards also those of this rank's rows of float32 parameters. `splits` says how weights are
+        split; others are whole."""
         for name, parameter in self._parameters.items():
             is_low = parameter.dtype in (torch.bfloat16, torch.float16)
             weights = parameter.detach()
@@ -67,7 +67,7 @@ class Masters:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that are not themselves what the optimizer steps on."""
+        """The parameters that are not their own masters."""
         return [*self.of_low, *self._views]
 
     @property

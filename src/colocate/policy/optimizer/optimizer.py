@@ -173,7 +173,7 @@ class PolicyOptimizer:
 
     @contextlib.contextmanager
     def collecting_gradients(self) -> Iterator[None]:
-        """Collect gradients: within the block those that backward makes go to where they add up in float32.
+        """Collect gradients: within the block those that backward makes are added up in float32.
 
         Outside of it they are left where they are: another trainer may have the same model.
         """
@@ -188,7 +188,7 @@ class PolicyOptimizer:
                 hook.remove()
 
     def _move_gradient(self, parameter: Tensor) -> None:
-        """Move a gradient that backward has just made to where gradients add up in float32."""
+        """Add a gradient that backward has just made to its float32 sum."""
         if parameter.grad is None:  # of split weights, whose gradients do not come from autograd
             return
         self.add_gradient(parameter, rows_in_memory(parameter.grad, parameter))
@@ -211,7 +211,7 @@ class PolicyOptimizer:
             self._gradients[name] = value.float().contiguous()
 
     def prepare_reduction(self) -> None:
-        """Make gradients that backward has not made, zeros, and see that there is memory for the exchange.
+        """Fill in gradients that backward has not made with zeros, and take the memory for the exchange.
 
         Every rank must do it before one of them begins `reduce_gradients`. It can be repeated.
 
@@ -280,7 +280,7 @@ class PolicyOptimizer:
         return both[0].sqrt(), both[1]
 
     def gradients(self) -> list[Tensor]:
-        """The accumulated gradients, one per leaf; zeros where backward has not been.
+        """The accumulated gradients, one per leaf; zeros where backward has made none.
 
         Zeros rather than nothing, because a rank whose samples miss a parameter must still take part in its
         reduction.
@@ -323,8 +323,8 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def prepare_step(self) -> None:
-        """Bring the state back from the host, and make what is still missing: all that `step` needs memory
-        for. It changes nothing, and can be repeated.
+        """Bring the state back from the host and make missing parts of it, so that `step` needs no more
+        memory. It changes no value, and can be repeated.
 
         Raises:
             torch.OutOfMemoryError: memory has run out.
@@ -425,7 +425,7 @@ class PolicyOptimizer:
 
     @property
     def is_split(self) -> bool:
-        """Whether the ranks split the state: then it is `tensors` and `data`, and not `state_dict`."""
+        """Whether the ranks split the state; `tensors` and `data` have it then, not `state_dict`."""
         return self._mesh is not None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -445,7 +445,7 @@ class PolicyOptimizer:
     @torch.no_grad()
     def load_tensors(self, found: Shapes, read: Read, data: Mapping[str, Any]) -> None:
         """Restore `tensors` and `data`, of any number of ranks, parameters included: `found` are shapes and
-        types of what was saved, `read` reads it into tensors of these names."""
+        types of the saved tensors, `read` reads them by name."""
         mesh, leaves = self._mesh or Mesh(None), self._masters.leaves
         changed = changed_since(data["hyperparameters"], self._hyperparameters, self.scheduler)
         self._host.fetch()
@@ -480,7 +480,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Make the masters what the parameters are now, after somebody else has changed them."""
+        """Set the masters to the present parameters, after somebody else has changed these."""
         self._host.fetch()
         self._masters.take_parameters()
 

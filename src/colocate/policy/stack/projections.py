@@ -41,7 +41,7 @@ class Gradients:
             self._sums[key] = total.to(torch.promote_types(total.dtype, torch.float32)).add_(value)
 
     def take(self, parameter: Tensor) -> Tensor | None:
-        """A parameter's sum in the parameter's own type, which is forgotten here; None: it has none."""
+        """Return and forget a parameter's sum, in the parameter's own type; None: it has none."""
         total = self._sums.pop(id(parameter), None)
         return None if total is None else total.to(parameter.dtype)
 
@@ -195,8 +195,8 @@ class Projection:
     def input_gradient_in_two_terms(
         self, grad: Tensor, reduced: list[Tensor], seed: int
     ) -> tuple[Tensor, LowRank | None]:
-        """The gradient of x [T, in] in two terms, as `in_two_terms` gives y: dy W, and what comes through the
-        adapters, in factors.
+        """The gradient of x [T, in] in two terms, as `in_two_terms` gives y: dy W, and the adapters' term, in
+        factors.
 
         Where the adapters do not allow factors, the first term is the whole gradient and the second is None.
         """

@@ -149,8 +149,8 @@ class DecoderStack:
             self._store.begin()
 
     def finish(self, *, has_backward: bool) -> None:
-        """Do for the other ranks what this one's micro-batch, which it has not or has failed in, would
-        still have done for them."""
+        """Make the remaining calls of a micro-batch that this rank lacks or has failed in, since the other
+        ranks wait for them."""
         if self._store is not None:
             self._store.finish(has_backward=has_backward)
 
@@ -266,8 +266,8 @@ class DecoderLayer:
             self._store.load(self._index, is_forward=is_forward)
 
     def hand_over(self, gradients: Gradients, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of a backward pass for autograd: None for weights that are split, whose gradients
-        go to the ranks that hold the parts. Where one is missing zeros go, since the others wait for it."""
+        """The gradients of a backward pass for autograd: None for weights that are split, whose gradients go
+        to the ranks that hold the parts. A missing one is sent as zeros, since the others wait for it."""
         if self._store is None:
             return gradients.of(parameters)
         self._store.settle()  # of the layer above, which had this layer's time to arrive

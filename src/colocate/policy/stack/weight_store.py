@@ -161,7 +161,7 @@ class WeightStore:
         self.settle()
 
     def _calls(self, has_backward: bool) -> list[Callable[[], object]]:
-        """A micro-batch as this class sees it, with zeros as gradients."""
+        """The calls of one micro-batch, with zeros as gradients."""
         embedding, head = self._ends
         layers = range(len(self._layers))
         calls: list[Callable[[], object]] = [partial(self.gather, embedding)]

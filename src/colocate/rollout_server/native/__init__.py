@@ -1,1 +1,1 @@
-"""The native engine as a rollout server: it takes a trainer's weights, and draws what the trainer wants."""
+"""The native engine as a rollout server: it takes a trainer's weights, and draws completions for it."""

@@ -134,8 +134,8 @@ class RolloutApp:
         return JSONResponse({"status": "resumed"})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing is left to reset: a push has the engine forget all that was computed before, and pages are
-        found by prompts for the weights that have filled them alone."""
+        """Do nothing: a push makes the engine forget all that it has computed, and cached pages are only
+        found for the weights that filled them."""
         return JSONResponse({"success": True})
 
     async def _sleep(self, request: Request) -> Response:

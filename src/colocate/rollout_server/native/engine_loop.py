@@ -48,10 +48,11 @@ class _QueuedCall:
 
 
 class EngineLoop(EngineThread):
-    """Draws for requests, and does between two steps what is asked of weights and memory.
+    """Draws for requests; between two steps it changes weights and memory as it is asked.
 
-    While the engine is paused it draws nothing, and requests wait. Each is compared with the weights that are
-    there when it begins; pauses that abort end all that have begun. So a completion is of one version.
+    While the engine is paused it draws nothing, and requests wait. A request names its weights, which must be
+    the present ones when it begins; an aborting pause ends all requests that have begun. So each completion
+    is of one version.
 
     Args:
         engine: awake.
@@ -74,7 +75,7 @@ class EngineLoop(EngineThread):
 
     @property
     def num_steps(self) -> int:
-        """How often the engine has gone on with requests. It stands still if the engine hangs."""
+        """The number of steps that the engine has taken for requests; it stands still if the engine hangs."""
         return self._stepper.num_steps
 
     @property
@@ -83,7 +84,7 @@ class EngineLoop(EngineThread):
         return self._driver.has_requests
 
     def ask(self, job: Job, weights: str | None) -> None:
-        """Draw what a request wants with the weights of this name (None: any), now or after the pause.
+        """Draw a request's completions with the weights of this name (None: any), now or after the pause.
 
         `job.put` gets `Refused` if others are there then, and `Aborted` if the request was given up.
         """
@@ -101,10 +102,10 @@ class EngineLoop(EngineThread):
         """Stop drawing, until `resume`.
 
         Args:
-            drains: let what has begun come to its end before, rather than end it with what was drawn.
+            drains: complete the requests that have begun, rather than end them with the tokens drawn so far.
 
         Returns:
-            What is done when nothing is drawn any more.
+            A future that is done when nothing is drawn any more.
         """
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # a pause comes, even if who asked no longer waits

@@ -30,8 +30,8 @@ class Asked:
 def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
     """The completions that the body of a request asks for.
 
-    Every request has the same `sampling.max_tokens`, whatever its own limit is, which its prompt has: the
-    engine draws together what is to be sampled alike.
+    All requests get the same `sampling.max_tokens`, since the engine draws only sequences of equal sampling
+    together. A request's own limit is in its prompt.
 
     Args:
         content: the JSON object in the body.
@@ -39,7 +39,7 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
         max_len: tokens that a prompt and its completion may have together.
 
     Raises:
-        Refused: it asks for something that there is not, or says it wrongly.
+        Refused: it asks for something that is not available, or has a field with a wrong value.
     """
     fields = _RequestFields(content)
     if (name := content.get("model", model)) != model:

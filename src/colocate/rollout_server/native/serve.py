@@ -1,4 +1,5 @@
-"""Starts the native engine as a rollout server: a model of whatever weights, and an HTTP server before it."""
+"""Starts the native engine as a rollout server: a model with undefined weights, and an HTTP server in front
+of it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ServedOptions:
 
 
 class RolloutServer:
-    """A model, its engine, and what answers for it at a socket.
+    """A model, its engine, and the HTTP server in front of it.
 
     Args:
         model: the model's directory, or its name on the Hub, of which the configuration alone is read.
@@ -112,8 +113,7 @@ def serve(model: str, *, host: str, port: int, options: ServedOptions) -> int:
 
 
 def model_of_any_weights(name: str, options: ServedOptions) -> Any:
-    """The model of a configuration, its weights whatever was in memory: a trainer's come before the first
-    request.
+    """A model made of a configuration, with undefined weights: a trainer sends some before the first request.
 
     Raises:
         ValueError: the native engine has no layout for it.

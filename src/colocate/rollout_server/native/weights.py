@@ -1,4 +1,4 @@
-"""The native engine's weights as those of a rollout server. See `rollout_server.receiver.ServedWeights`."""
+"""The `ServedWeights` of the native engine: a model's parameters, which a trainer's overwrite."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class NativeWeights:
             torch.cuda.empty_cache()
 
     def take(self) -> None:
-        """Take memory for the weights again, of whatever contents. Harmless if they have it."""
+        """Take memory for the weights again, with undefined contents. Harmless if they have it."""
         for storage, num_bytes in self._dropped.values():
             storage.resize_(num_bytes)
         self._dropped.clear()

@@ -191,7 +191,7 @@ class RolloutServerEngine(TurnEngine):
             self._barrier()
 
     def wake_up(self) -> None:
-        """Allow `generate`, and wake a server up that takes turns: it is sent the weights of now.
+        """Allow `generate`, and wake a server up that takes turns, which is then sent the present weights.
 
         All processes of the run must call this where a server takes turns.
         """
@@ -239,10 +239,10 @@ class RolloutServerEngine(TurnEngine):
         return True
 
     def rejoin(self) -> None:
-        """Check the server again, take it, and send it the weights of now.
+        """Check the server again, take it, and send it the present weights.
 
         Raises:
-            EngineLost: it is not of use, for the reason that the message gives.
+            EngineLost: it cannot be used; the message has the reason.
         """
         max_len = self._max_len
         try:
@@ -333,7 +333,7 @@ class RolloutServerEngine(TurnEngine):
 
     @contextmanager
     def _refusals_told(self, start_id: str) -> Iterator[None]:
-        """Tells a refusal of what was asked from one of another server that has taken this one's place."""
+        """Tells apart a refusal of the request, and one by another server that has replaced this one."""
         try:
             yield
         except KeyRefused:
@@ -361,8 +361,7 @@ class RolloutServerEngine(TurnEngine):
         return f"{self._run_id}:{self._num_updates}"
 
     def _bring_up_to_date(self) -> str:
-        """Push the weights unless the server has them, and goes on with them. Returns the identity of the
-        server's start."""
+        """Push the weights, unless the server has them. Returns the identity of the server's start."""
         assert self._model is not None
         start_id, token = self._state()
         if token == self._token and not self._pusher.is_unfinished:

@@ -98,7 +98,7 @@ def examine(
         ask: sends a GET request for a path and returns what a function makes of the JSON that comes back.
         starts: those that are known of the server.
         deadline_s: for the workers' answers.
-        is_main: this process prints what is worth a warning.
+        is_main: this process prints warnings.
 
     Raises:
         SeveralServers: a router is there, and servers behind it.
@@ -232,7 +232,7 @@ def take(workers: Workers, *, deadline_s: float, waits: bool) -> None:
 
     Args:
         deadline_s: for each message.
-        waits: for the end of a lease that may be this very run's, of before it was moved here.
+        waits: wait for the end of a lease that may be this run's own, from before it was moved here.
 
     Raises:
         ServerHeld: the server belongs to another run.

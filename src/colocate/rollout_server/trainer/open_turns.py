@@ -21,8 +21,8 @@ class ServerTurns:
     """Turns on their way to the server and back, each a request of its own.
 
     Members of a group are sent one by one, too: a request for several of them is answered when the longest
-    has ended. What they have in common, and what earlier turns of an episode have computed, the server finds
-    in its prefix cache.
+    has ended. The server finds their common prompt, and the tokens of an episode's earlier turns, in its
+    prefix cache.
     """
 
     def __init__(self, client: HttpClient, watch: ServerWatch) -> None:

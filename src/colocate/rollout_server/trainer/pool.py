@@ -1,4 +1,4 @@
-"""`EnginePool`: several engines as one. What one of them loses, another one generates.
+"""`EnginePool`: several engines as one. Turns that one of them loses are drawn by another.
 
 A completion depends only on the weights, the prompt and the seeds, not on who draws it. So a turn whose
 engine is lost is drawn again elsewhere and comes out the same, and only one answer for it is ever taken.
@@ -37,7 +37,7 @@ _GRACE_S = 5.0
 
 
 class ServerReplica(RolloutEngine, Protocol):
-    """An engine of a pool. What it cannot do any more it says by `EngineLost`."""
+    """An engine of a pool. It raises `EngineLost` where it can do its work no more."""
 
     # See `BaseEngine`.
     _max_len: int
@@ -63,7 +63,7 @@ class ServerReplica(RolloutEngine, Protocol):
         ...
 
     def rejoin(self) -> None:
-        """Get the weights of now; raises EngineLost if that fails."""
+        """Get the present weights; raises EngineLost if that fails."""
         ...
 
 
@@ -75,7 +75,7 @@ class EnginePool(TurnEngine):
     unless that engine has more than twice as much to do as another one.
 
     A lost engine is probed, at first every half second and then less often. Once it answers it gets the
-    weights of now, and only then sequences.
+    present weights, and only then sequences.
 
     Args:
         replicas: the engines, asleep. The pool closes them.
@@ -257,7 +257,7 @@ class EnginePool(TurnEngine):
                 )
 
     def _readmit(self) -> None:
-        """Give engines that answer again the weights of now, and then sequences."""
+        """Give engines that answer again the present weights, and then sequences."""
         for member in self._members:
             if (loss := member.loss) is None or not loss.is_over.is_set():
                 continue
@@ -312,7 +312,7 @@ class EnginePool(TurnEngine):
             self._barrier()
 
     def wake_up(self) -> None:
-        """Wake all engines up. One that is lost is awake, with the weights of now, when it is back.
+        """Wake all engines up. One that is lost is awake, with the present weights, when it is back.
 
         All processes of the run must call this where engines take turns with them.
         """
@@ -342,10 +342,8 @@ class EnginePool(TurnEngine):
         return any(member.replica.takes_turns for member in self._members)
 
     def _each(self, action: Callable[[ServerReplica], object]) -> None:
-        """Do the same with every engine that is not lost, side by side; returns when all have come to an end.
-
-        Raises what the first engine raises whose error is no loss.
-        """
+        """Call `action` for every engine that is not lost, side by side; returns when all calls have ended.
+        Raises the first error that is not the loss of an engine."""
         if not (present := self._present):
             return
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None

@@ -1,4 +1,4 @@
-"""Waiting for a server: how long, and what it is asked meanwhile: whether it is alive or paused."""
+"""Waiting for a server: the time-outs, and the check meanwhile of whether it is alive or paused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ALONE = Timeouts()
 
 def timeouts_among(num_servers: int) -> Timeouts:
     """The time-outs with one of several servers. One that is gone refuses at once and is given up in half a
-    second; one that is only busy may take seconds to say how it is."""
+    second; one that is only busy may take seconds to answer."""
     return Timeouts(
         answer_s=4.0,
         silence_s=1.0,
@@ -74,9 +74,9 @@ class RequestsForgotten(ServerUnreachable):
 class ServerWatch:
     """Asks a server that has been silent for a while during a rollout.
 
-    Whether the steps of a server's engine go on is judged where they are known: a native server answers with
-    503 if one takes too long for what it is, and one of vLLM answers `/is_paused` between two steps. Seen
-    from here, a counter that stands still may be a long step, unless the engine has nothing to do.
+    The server itself tells whether its engine's steps go on: a native one answers with 503 if a step takes
+    too long, and vLLM answers `/is_paused` only between two steps. Seen from here, a counter that stands
+    still may mean a long step, unless the engine has nothing to do.
 
     Args:
         base_url: the server's address, for messages.
@@ -187,7 +187,7 @@ def await_ready(
 def await_all(
     futures: Iterable[Future[T]], watch: ServerWatch, ask: Callable[[str], Any], note: Callable[[T], object]
 ) -> None:
-    """Wait until all requests are done, each of which `note` gets; raises as soon as one fails, and what
+    """Wait until all requests are done, and pass each to `note`. Raises the first failure at once, or what
     `ServerWatch.look` raises."""
     futures = list(futures)
     done: SimpleQueue[Future[T]] = SimpleQueue()

@@ -469,7 +469,7 @@ class WeightPusher:
         )
 
     def _remaining_s(self, deadline: float) -> float:
-        """Seconds for a message until `deadline`: at least 0.01, so that one too late fails with words."""
+        """Seconds for a message until `deadline`: at least 0.01, so that a late one fails with a message."""
         return max(min(deadline - time.monotonic(), self.message_s), 0.01)
 
     def _own_address(self) -> str:

@@ -1,4 +1,4 @@
-"""`colocate rollout-serve --engine vllm`: starts vLLM's own server with what a trainer needs."""
+"""`colocate rollout-serve --engine vllm`: starts vLLM's own server with the options that a trainer needs."""
 
 from __future__ import annotations
 

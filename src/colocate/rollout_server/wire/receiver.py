@@ -1,9 +1,9 @@
 """`Receiver`: the server's half of a weight push, whatever engine is behind it.
 
-It obeys only messages signed with the server's key, most of them only from the run that holds the server.
-A push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may
-arrive twice, and its work is done once; one that is out of order is refused with what is here. During a push
-the weights are a mixture of old and new ones, and the token that names them is None.
+It obeys only messages signed with the server's key, most of them only from the run that holds the server. A
+push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may arrive
+twice, and its work is done once; one that is out of order is refused, with the present state as the answer.
+During a push the weights are a mixture of old and new ones, and the token that names them is None.
 
 A server has one receiver for each of its workers, that is, for each process that has a part of the weights.
 """
@@ -48,7 +48,7 @@ _CHUNK_FILE = re.compile(r"[0-9]{1,12}\.safetensors")
 
 
 class ServedWeights(Protocol):
-    """A worker's weights, and how its engine takes new ones: what a `Receiver` needs of an engine."""
+    """A worker's weights, and the methods by which its engine takes new ones from a `Receiver`."""
 
     @property
     def device(self) -> torch.device:
@@ -74,11 +74,11 @@ class ServedWeights(Protocol):
         ...
 
     def load(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Take whole tensors under the names of the model's own state dict, and be done with them."""
+        """Load whole tensors, named as in the model's own state dict, and keep no reference to them."""
         ...
 
     def end(self) -> None:
-        """Make the weights ready to generate with, whatever has come of them. Ending twice is harmless."""
+        """Make the weights ready to generate with, complete or not. Ending twice is harmless."""
         ...
 
     def missing(self) -> list[str]:
@@ -207,7 +207,7 @@ class Receiver:
         return {"token": self.token}
 
     def claim(self) -> dict[str, Any]:
-        """Do no more than `answer` has done: the run that gets this answer holds the server."""
+        """Do nothing: `answer` has taken the server for the run that gets this answer."""
         return {}
 
     def release(self) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class Receiver:
         return "" if holder is None else holder.id
 
     def _unknown(self) -> dict[str, Any]:
-        """The answer to what belongs to another push than the one under way: what is here instead."""
+        """The answer to a message of another push than the one under way: the present state."""
         return {
             "is": "unknown",
             "push_id": self._push_id,

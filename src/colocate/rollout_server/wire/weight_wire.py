@@ -90,8 +90,8 @@ def pack(bucket: Sequence[tuple[str, Tensor]], places: Sequence[dict[str, Any]],
 
 
 def checksum_of(flat: Tensor) -> int:
-    """The sum of a chunk's words of 8 bytes, modulo 2^64: a chunk in which one word has changed has another.
-    It is computed where the chunk is, at the rate of the memory."""
+    """The sum of a chunk's words of 8 bytes, modulo 2^64: a chunk with one changed word has another sum. It
+    is computed on the chunk's device, at the rate of its memory."""
     return int(flat.view(torch.int64).sum())
 
 

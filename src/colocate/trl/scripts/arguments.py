@@ -112,8 +112,8 @@ def get_dataset(
 ) -> datasets.DatasetDict | datasets.IterableDatasetDict:
     """The datasets of a mixture one after the other, as the split "train", and "test" if there is to be one.
 
-    With fractions, the first rows of each dataset are taken, as many that the shares are as asked for and one
-    dataset, at least, is used up.
+    With fractions, the first rows of each dataset are taken, so many that the shares are as asked for and at
+    least one dataset is used up.
 
     Raises:
         ValueError: there are no datasets; only some have a fraction; fractions that are negative or sum to 0;

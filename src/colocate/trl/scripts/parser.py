@@ -62,8 +62,8 @@ class TrlParser(HfArgumentParser):
 
         Args:
             args: the command line. None: the program's own.
-            return_remaining_strings: return what no dataclass has as a last member, the file's arguments (as
-                `--name` and value) before those of the command line, instead of refusing it.
+            return_remaining_strings: return arguments that no dataclass has as a last member, the file's
+                arguments (as `--name` and value) before those of the command line, instead of refusing it.
             fail_with_unknown_args: refuse an argument in the file that no dataclass has. Unknown arguments on
                 the command line are always refused.
             separate_remaining_strings: return the file's remaining arguments and those of the command line as
@@ -115,9 +115,9 @@ class TrlParser(HfArgumentParser):
         super()._add_dataclass_arguments(dtype)
 
     def _parse_dataclass_field(self, parser: Any, field: Field) -> None:  # type: ignore[override]
-        """Add the argument of a field, and what transformers' parser does not know: mappings, None in words,
-        options of several types, which colocate's classes read from text, and truth values that may be None,
-        which may stand alone as others may."""
+        """Add the argument of a field, also of kinds that transformers' parser does not know: mappings, None
+        in words, options of several types, which colocate's classes read from text, and truth values that may
+        be None, which need no value on the command line."""
         hint: Any = field.type
         members = _members_but_none(hint)
         field = copy.copy(field)
