@@ -33,6 +33,7 @@ from colocate.experience.judge import Judge
 from colocate.experience.select import Selector
 from colocate.options.requirements import IN_COMPLETIONS, marked
 from colocate.run import build as builders
+from colocate.run import options as run_options
 from tool_chat import TEMPLATE
 
 NUM_STEPS = 4
@@ -177,7 +178,8 @@ def test_options_that_shape_completions_are_marked(tmp_path, monkeypatch):
         watched(builders, name)
     watched(Judge, "score")
     watched(Selector, "slices")
-    monkeypatch.setattr(GRPOConfig, "__getattribute__", noting, raising=False)
+    for record in (GRPOConfig, *filter(dataclasses.is_dataclass, vars(run_options).values())):
+        monkeypatch.setattr(record, "__getattribute__", noting, raising=False)
     build(tmp_path / "plain", max_steps=1, beta=0.1).train()
     build(tmp_path / "lag", max_steps=1, max_policy_lag=1, mask_stale_tokens=True).train()
     tokenizer = make_tokenizer()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_a_long_sequence_would_change_the_others_of_its_batch(name):
 def test_a_run_is_limited_at_its_start(tmp_path, name):
     rows = sums().map(lambda row: {"prompt": row["prompt"][:7]})  # "1 + 2 ="
     trainer = make_trainer(tmp_path, model=make_longrope(name), max_completion_length=9, train_dataset=rows)
-    assert context_length(trainer.model, trainer.args)[0] == trainer.run.engine.max_len == ORIGINAL
+    assert context_length(trainer.model, None)[0] == trainer.run.engine.max_len == ORIGINAL
     trainer.train()
     assert (
         max(entry.get("sampling/sampling_logp_difference/max", 0) for entry in trainer.state.log_history)
@@ -145,5 +144,4 @@ def test_a_reward_model_reads_no_longer_sequence():
 
 
 def test_the_limit_of_a_loaded_model():
-    asked = SimpleNamespace(vllm_max_model_length=12)
-    assert context_length(make_longrope("with a layout"), asked) == (12, "vllm_max_model_length=12")  # type: ignore[arg-type]
+    assert context_length(make_longrope("with a layout"), 12) == (12, "vllm_max_model_length=12")

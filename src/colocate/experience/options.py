@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from colocate.data.options import PromptOptions
 from colocate.options.requirements import (
@@ -19,25 +19,9 @@ from colocate.options.requirements import (
 THREADS = Requirement("must be 0 to 1,024 threads", lambda v: 0 <= v <= 1024)
 
 
-class _ReadByExperience:
-    """The options read here that transformers' `TrainingArguments` or the loss declares."""
-
-    if TYPE_CHECKING:
-        seed: int
-        loss_type: str
-        per_device_train_batch_size: int
-        gradient_accumulation_steps: int
-
-        @property
-        def process_index(self) -> int: ...
-
-        @property
-        def world_size(self) -> int: ...
-
-
 @dataclass
-class RequestOptions(PromptOptions, _ReadByExperience):
-    """The options that requests are made with."""
+class RefillOptions(PromptOptions):
+    """The options of requests and slices, and of groups that are replaced."""
 
     # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
 
@@ -47,14 +31,6 @@ class RequestOptions(PromptOptions, _ReadByExperience):
     """Completions per prompt in evaluation. None: `num_generations`."""
     max_completion_length: Annotated[int, AT_LEAST_ONE, IN_COMPLETIONS] = 512
     """The most tokens that one completion may have."""
-
-
-@dataclass
-class WeightingOptions(RequestOptions):
-    """The options that slices are cut and weighed by."""
-
-    # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
-
     steps_per_generation: Annotated[int | None, AT_LEAST_ONE] = None
     """Micro-steps that one rollout is trained in. None: gradient_accumulation_steps, so that a rollout feeds
     one optimizer step."""
@@ -63,11 +39,6 @@ class WeightingOptions(RequestOptions):
 
     top_entropy_quantile: Annotated[float, FRACTION] = 1.0
     """The policy loss keeps this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
-
-
-@dataclass
-class RefillOptions(WeightingOptions):
-    """The options of refilling."""
 
     # ── Dynamic sampling ─────────────────────────────────────────────────────────────────────────────────
 
@@ -79,6 +50,21 @@ class RefillOptions(WeightingOptions):
     refill_reward: str | None = None
     """The reward function in which the members of a group must differ, with max_refill_rounds. None: the
     weighted sum of all."""
+
+
+@dataclass(kw_only=True)
+class SelectionOptions(RefillOptions):
+    """The options by which a rank makes requests and slices, with those that the loss and transformers
+    declare."""
+
+    steps_per_generation: int
+    seed: int
+    loss_type: str
+    vllm_max_model_length: int | None
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    process_index: int
+    world_size: int
 
 
 @dataclass

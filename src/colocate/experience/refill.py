@@ -25,7 +25,7 @@ from colocate.data.sampler import PromptBatch, PromptBatches
 from colocate.experience import ranks
 from colocate.experience.dealing import spread
 from colocate.experience.judge import Group, Rollout
-from colocate.experience.options import RefillOptions
+from colocate.experience.options import SelectionOptions
 from colocate.experience.select import Selector
 from colocate.policy.policy import Policy
 from colocate.reporting.run_log import reserve_metrics
@@ -43,7 +43,7 @@ class RefillingSelector(Selector):
 
     is_resumable = True
 
-    def __init__(self, policy: Policy, options: RefillOptions) -> None:
+    def __init__(self, policy: Policy, options: SelectionOptions) -> None:
         super().__init__(policy, options)
         self._refill = options
         self._kept: list[Group] = []

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from colocate.data.prompts import all_prompts, check_context_length, row_name, tokenize_prompts
 from colocate.data.sampler import PromptBatch, rank_slice
-from colocate.experience.options import RequestOptions
+from colocate.experience.options import SelectionOptions
 from colocate.types import Prompt
 
 
@@ -52,7 +52,7 @@ class RequestBuilder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        options: RequestOptions,
+        options: SelectionOptions,
         context_length: int,
         schemas_of: Callable[[dict[str, Any]], list[dict[str, Any]] | None] = lambda row: None,
         *,

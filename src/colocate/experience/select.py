@@ -10,12 +10,8 @@ from typing import Any
 from colocate.data.sampler import PromptBatch, PromptBatches
 from colocate.experience.dealing import dealt
 from colocate.experience.judge import Rollout
-from colocate.experience.weighting import (
-    WeightingOptions,
-    shuffled_slices,
-    weighted_for_evaluation,
-    with_entropy_threshold,
-)
+from colocate.experience.options import SelectionOptions
+from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.policy.policy import Policy
 from colocate.types import Sample
 
@@ -30,7 +26,7 @@ class Selector:
     is_resumable = False
     """Whether a checkpoint has the selector's state."""
 
-    def __init__(self, policy: Policy, options: WeightingOptions) -> None:
+    def __init__(self, policy: Policy, options: SelectionOptions) -> None:
         self._policy = policy
         self._options = options
 
@@ -52,7 +48,6 @@ class Selector:
             number: the number of the generation batch in the run.
         """
         options = self._options
-        assert options.steps_per_generation is not None, "GRPOConfig derives it"
         # A step begins at a multiple of both numbers: slices in such a stretch are never in different steps.
         num_together = math.gcd(options.gradient_accumulation_steps, options.steps_per_generation)
         slices = shuffled_slices(rollout.members, options, number, rollout.num_loss_tokens)

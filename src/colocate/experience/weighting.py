@@ -15,7 +15,7 @@ from colocate.algorithms.losses import loss_weights
 from colocate.algorithms.masks import entropy_threshold
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.experience import ranks
-from colocate.experience.options import WeightingOptions
+from colocate.experience.options import SelectionOptions
 from colocate.policy.policy import Policy
 from colocate.types import Sample
 
@@ -24,7 +24,7 @@ Member = Sequence[Sample]
 
 
 def shuffled_slices(
-    members: Sequence[Member], options: WeightingOptions, batch_number: int, num_loss_tokens: int
+    members: Sequence[Member], options: SelectionOptions, batch_number: int, num_loss_tokens: int
 ) -> list[list[Sample]]:
     """Cut this rank's members into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
@@ -33,7 +33,6 @@ def shuffled_slices(
     Args:
         num_loss_tokens: tokens of the batch that the loss counts, over all ranks.
     """
-    assert options.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(options.seed + batch_number)
     order = torch.randperm(len(members), generator=generator).tolist()
     size = options.per_device_train_batch_size
@@ -55,7 +54,7 @@ def shuffled_slices(
     ]
 
 
-def weighted_for_evaluation(members: Sequence[Member], options: WeightingOptions) -> list[Sample]:
+def weighted_for_evaluation(members: Sequence[Member], options: SelectionOptions) -> list[Sample]:
     """This rank's samples, weighed as one slice that holds the whole evaluation, all ranks together.
 
     As in training, the mean of the ranks' losses is the loss; ranks may have unequal shares.
@@ -69,7 +68,7 @@ def weighted_for_evaluation(members: Sequence[Member], options: WeightingOptions
 
 
 def with_entropy_threshold(
-    samples: Sequence[Sample], policy: Policy, options: WeightingOptions, num_accumulated: int
+    samples: Sequence[Sample], policy: Policy, options: SelectionOptions, num_accumulated: int
 ) -> list[Sample]:
     """The samples of one slice, each with the entropy below which `top_entropy_quantile` leaves tokens out.
 
@@ -100,7 +99,7 @@ def _token_counts(members: Sequence[Member]) -> list[float]:
 
 
 def _weights(
-    token_counts: list[float], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
+    token_counts: list[float], options: SelectionOptions, tokens_per_step: float, num_accumulated: int
 ) -> tuple[list[float], list[float]]:
     """Loss weights and entropy weights of the members of one slice."""
     counts = torch.tensor(token_counts)

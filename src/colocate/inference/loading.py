@@ -58,7 +58,7 @@ class LoadedModel:
     @property
     def context_length(self) -> int:
         """Tokens that prompt and completion may have together."""
-        return context_length(self.model, self.config)[0]
+        return context_length(self.model, self.config.vllm_max_model_length)[0]
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.entropy import EntropyController, EntropyOptions
 from colocate.algorithms.losses import LOSSES
 from colocate.algorithms.objective import Objective
@@ -31,6 +30,7 @@ from colocate.data.template_check import NUM_ROWS, check_template
 from colocate.engines.base import RolloutEngine
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
+from colocate.experience.options import SelectionOptions
 from colocate.experience.refill import RefillingSelector
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
@@ -60,6 +60,7 @@ from colocate.rewards.base import RewardFunctions
 from colocate.run.engine import build_engine, context_length, sampling_params
 from colocate.run.identity import RunIdentity
 from colocate.run.mesh import mesh_of, part_of, sharding_of, splits_state
+from colocate.run.options import BatchOptions, PartOptions, ScoringOptions, WindowOptions
 from colocate.run.playing import PLAIN, Playing, build_player, check_mesh, datasets_of, num_prompts_of
 from colocate.run.process_setup import set_up_process
 from colocate.run.record import Run
@@ -95,16 +96,17 @@ def build_run(
     accelerator = set_up_process(args)
     check_ranks(args, model, train_dataset, eval_dataset, {"reward_funcs": reward_funcs} | playing.given)
     library_bytes = resident_bytes_besides(model)
-    device, has_new_adapter = accelerator.device, peft_config is not None
-    mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
+    device, options = accelerator.device, PartOptions(args)
+    has_new_adapter, loaded_in = peft_config is not None, (quantization_config, peft_config)
+    mesh = mesh_of(args, accelerator, model, *loaded_in, optimizers)
     check_mesh(playing, mesh, args)
-    batches = prompt_batches(train_dataset, args)
-    num_steps = steps_of(args, batches.num_batches_per_epoch)
-    model, originals = prepare_model(model, args, device, quantization_config, peft_config, *part_of(mesh))
-    tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
-    sampling = sampling_params(args, stop_token_ids(tokenizer, model))
+    batches = prompt_batches(train_dataset, options.batches)
+    num_steps = steps_of(options.batches, batches.num_batches_per_epoch)
+    model, originals = prepare_model(model, options.model, device, *loaded_in, *part_of(mesh))
+    tokenizer = load_tokenizer(model, processing_class, trust_remote_code=options.model.trust_remote_code)
+    sampling = sampling_params(options.completions, stop_token_ids(tokenizer, model))
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
-    reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
+    reference = make_reference(model, has_new_adapter=has_new_adapter) if options.objective.beta > 0 else None
     optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers, mesh)
     planner = planner_for(model, args, sharding_of(args, mesh, splits_optimizer=optimizer.is_split))
     engine = build_engine(model, args, accelerator, sampling, mesh)
@@ -113,21 +115,20 @@ def build_run(
     handover = Handover(engine)
     engine.counts = counts = journal.progress.counts
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh, counts)
-    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing, counts)
-    requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing, rewards.names)
-    entropy = entropy_controller(args)
+    rewards = build_rewards(reward_funcs, reward_processing_classes, options.scoring, device, playing, counts)
+    requests = build_requests(
+        tokenizer, model, options.selection, train_dataset, eval_dataset, playing, rewards.names
+    )
+    entropy = entropy_controller(options.objective, options.entropy)
     return Run(
         args, accelerator, mesh, tokenizer, train_dataset, eval_dataset, playing,
-        batches=batches, requests=requests, engine=engine,
-        player=build_player(playing, engine, sampling, requests, batches, args),
-        judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing, engine),
-        selector=build_selector(policy, args, rewards),
-        window=build_window(model, args, device),
-        policy=policy,
-        objective=Objective(args.options_of(ObjectiveParams), entropy),
-        entropy=entropy,
+        batches=batches, requests=requests, engine=engine, policy=policy, entropy=entropy,
+        player=build_player(playing, engine, sampling, requests, batches, options.player),
+        judge=build_judge(rewards, tokenizer, accelerator, journal, options.scoring, playing, engine),
+        selector=build_selector(policy, options.selection, rewards),
+        window=build_window(model, options.window, device), objective=Objective(options.objective, entropy),
         agreement=build_agreement(engine, policy, sampling, args),
-        handover=handover, scorers=build_scorers(rewards, reference, model, args, device),
+        handover=handover, scorers=build_scorers(rewards, reference, model, options.scoring, device),
         timeline=timeline, journal=journal, best=BestCheckpoint(args),
         identity=RunIdentity(args, accelerator, policy, engine, train_dataset, rewards, has_new_adapter),
     )  # fmt: skip
@@ -218,46 +219,46 @@ def first_plan(planner: Planner) -> TrainPlan:
     return plan.train_plan
 
 
-def build_selector(policy: Policy, args: GRPOConfig, rewards: RewardFunctions) -> Selector:
+def build_selector(policy: Policy, options: SelectionOptions, rewards: RewardFunctions) -> Selector:
     """The selector of groups to train on."""
-    if args.refill_reward is not None and args.refill_reward not in rewards.names:
+    if options.refill_reward is not None and options.refill_reward not in rewards.names:
         raise ValueError(
-            f"refill_reward={args.refill_reward!r} is none of the reward functions: "
+            f"refill_reward={options.refill_reward!r} is none of the reward functions: "
             f"{', '.join(map(repr, rewards.names))}."
         )
-    if args.refill_reward is not None and not args.max_refill_rounds:
+    if options.refill_reward is not None and not options.max_refill_rounds:
         raise ValueError(
-            f"refill_reward={args.refill_reward!r} says which groups are replaced, and max_refill_rounds=0 "
-            "that none is. Set max_refill_rounds to at least 1."
+            f"refill_reward={options.refill_reward!r} says which groups are replaced, and "
+            "max_refill_rounds=0 that none is. Set max_refill_rounds to at least 1."
         )
-    return RefillingSelector(policy, args) if args.max_refill_rounds else Selector(policy, args)
+    return RefillingSelector(policy, options) if options.max_refill_rounds else Selector(policy, options)
 
 
-def build_window(model: nn.Module, args: GRPOConfig, device: torch.device) -> TrainingWindow:
+def build_window(model: nn.Module, options: WindowOptions, device: torch.device) -> TrainingWindow:
     """The window, which evaluates all completions in evaluation mode if the model has dropout or other noise,
     and something in the loss compares the policy with what the engine reports."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in active_dropout(model).items())
     others = [] if runs_packed(model) else training_only(model)
-    if others and args.process_index == 0:
+    if others and options.process_index == 0:
         logger.warning(
             f"In training mode {', '.join(others)} computes something else than in rollouts, dropout aside: "
             "gradients are of another model than the one that generates. If that is noise of a router, set "
             "its rate to 0 in the model's configuration. If an adapter is on such a module, take it out of "
             "target_modules."
         )
-    is_compared = args.vllm_importance_sampling_correction or args.off_policy_mask_threshold is not None
-    is_compared = is_compared or LOSSES[args.loss_type].reads_behaviour
+    is_compared = options.vllm_importance_sampling_correction or options.off_policy_mask_threshold is not None
+    is_compared = is_compared or LOSSES[options.loss_type].reads_behaviour
     evaluates_all = (
-        bool(rates or others) and is_compared and not arguments_of_model_generate(args.generation_kwargs)
+        bool(rates or others) and is_compared and not arguments_of_model_generate(options.generation_kwargs)
     )
-    if evaluates_all and rates and args.process_index == 0:
+    if evaluates_all and rates and options.process_index == 0:
         logger.warning(
             f"The model is trained with dropout ({rates}), and rollouts have none. What compares the two "
             "(vllm_importance_sampling_correction) does so without dropout, which costs one more forward "
             "pass over the completions of a rollout's first step. disable_dropout=True saves it."
         )
     return TrainingWindow(
-        args.gradient_accumulation_steps, args.num_iterations, device, evaluates_all=evaluates_all
+        options.gradient_accumulation_steps, options.num_iterations, device, evaluates_all=evaluates_all
     )
 
 
@@ -269,14 +270,14 @@ def build_agreement(
     return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise, is_8bit=is_8bit)
 
 
-def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
+def prompt_batches(dataset: TrainDataset, options: BatchOptions) -> PromptBatches:
     """The training prompts in the order of the run."""
     return PromptBatches(
         dataset,
-        num_prompts_of(args),
-        shuffle=bool(args.shuffle_dataset),
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        weights=args.dataset_weights,
+        num_prompts_of(options),
+        shuffle=bool(options.shuffle_dataset),
+        seed=options.seed if options.data_seed is None else options.data_seed,
+        weights=options.dataset_weights,
     )
 
 
@@ -288,40 +289,37 @@ class NumSteps(NamedTuple):
     """Steps of one epoch, with a fraction where a step crosses epochs."""
 
 
-def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
+def steps_of(options: BatchOptions, num_batches_per_epoch: int | None) -> NumSteps:
     """Steps of the run and of an epoch. A stream without a length counts as one epoch."""
     if num_batches_per_epoch is None:
-        if args.max_steps <= 0:
+        if options.max_steps <= 0:
             raise ValueError(
                 "An iterable dataset has no length, so epochs cannot be turned into steps: set max_steps."
             )
-        return NumSteps(args.max_steps, args.max_steps)
-    assert args.steps_per_generation is not None, "GRPOConfig derives it"
-    micro_steps = num_batches_per_epoch * args.steps_per_generation * args.num_iterations
-    steps_per_epoch = micro_steps / args.gradient_accumulation_steps
-    if args.max_steps > 0:
-        return NumSteps(args.max_steps, steps_per_epoch)
-    return NumSteps(max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch)
+        return NumSteps(options.max_steps, options.max_steps)
+    micro_steps = num_batches_per_epoch * options.steps_per_generation * options.num_iterations
+    steps_per_epoch = micro_steps / options.gradient_accumulation_steps
+    if options.max_steps > 0:
+        return NumSteps(options.max_steps, steps_per_epoch)
+    return NumSteps(max(1, math.ceil(options.num_train_epochs * steps_per_epoch)), steps_per_epoch)
 
 
-def entropy_controller(args: GRPOConfig) -> EntropyController:
+def entropy_controller(objective: ObjectiveParams, options: EntropyOptions) -> EntropyController:
     return EntropyController(
-        args.entropy_coef,
-        args.options_of(EntropyOptions),
-        use_adaptive_entropy=args.use_adaptive_entropy,
+        objective.entropy_coef, options, use_adaptive_entropy=objective.use_adaptive_entropy
     )
 
 
 def build_rewards(
     reward_funcs: Any,
     tokenizers: Any,
-    args: GRPOConfig,
+    options: ScoringOptions,
     device: torch.device,
     playing: Playing,
     counts: WorkCounts,
 ) -> RewardFunctions:
     """The reward functions of the user, and behind them those of environments, each of which has weight 1."""
-    own, weights = playing.reward_functions, args.reward_weights
+    own, weights = playing.reward_functions, options.reward_weights
     if own:
         given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         reward_funcs = [*(func for func in given if func is not None), *own]
@@ -334,9 +332,9 @@ def build_rewards(
         reward_funcs or [],
         tokenizers,
         reward_weights=weights,
-        chat_template_kwargs=args.chat_template_kwargs,
-        model_init_kwargs={"trust_remote_code": args.trust_remote_code},
-        timeout_s=args.reward_timeout_s,
+        chat_template_kwargs=options.chat_template_kwargs,
+        model_init_kwargs={"trust_remote_code": options.trust_remote_code},
+        timeout_s=options.reward_timeout_s,
         counts=counts,
     )
     for model in rewards.models:
@@ -348,16 +346,16 @@ def build_scorers(
     rewards: RewardFunctions,
     reference: Reference | None,
     model: nn.Module,
-    args: GRPOConfig,
+    options: ScoringOptions,
     device: torch.device,
 ) -> SleepingWeights:
     """The weights that only scoring reads, which sleep outside of it with `offload_scorers`."""
-    if not args.offload_scorers:
+    if not options.offload_scorers:
         return SleepingWeights((), device)
     weights: list[torch.Tensor] = [weight for scorer in rewards.models for weight in scorer.parameters()]
     weights += [] if reference is None else reference.weights()
     in_use = [local_part(parameter) for parameter in model.parameters()]
-    if weights and device.type == "cpu" and args.process_index == 0:
+    if weights and device.type == "cpu" and options.process_index == 0:
         logger.warning(
             "offload_scorers=True frees nothing on a CPU: reward models and reference are copied from host "
             "memory to host memory and back in each rollout. Leave it out."
@@ -396,7 +394,7 @@ def build_journal(
 def build_requests(
     tokenizer: PreTrainedTokenizerBase,
     model: nn.Module,
-    args: GRPOConfig,
+    options: SelectionOptions,
     train_dataset: TrainDataset,
     eval_dataset: EvalDataset | None,
     playing: Playing,
@@ -404,14 +402,14 @@ def build_requests(
 ) -> RequestBuilder:
     """The builder of requests from both datasets, whose longest and shortest prompts are checked now, and the
     first one is looked at as the model will read it."""
-    length, reason = context_length(model, args)
-    requests = RequestBuilder(tokenizer, args, length, playing.schemas_of, context_reason=reason)
+    length, reason = context_length(model, options.vllm_max_model_length)
+    requests = RequestBuilder(tokenizer, options, length, playing.schemas_of, context_reason=reason)
 
     def look() -> None:
         for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
             requests.check_extremes(dataset)
-        if args.process_index == 0:
-            tell_prompts(requests, train_dataset, tokenizer, args, reward_names)
+        if options.process_index == 0:
+            tell_prompts(requests, train_dataset, tokenizer, options, reward_names)
 
     limited(look)
     return requests
@@ -421,7 +419,7 @@ def tell_prompts(
     requests: RequestBuilder,
     train_dataset: TrainDataset,
     tokenizer: PreTrainedTokenizerBase,
-    args: GRPOConfig,
+    options: SelectionOptions,
     reward_names: Sequence[str],
 ) -> None:
     """Say what the first prompts show, as the model will read them."""
@@ -435,7 +433,7 @@ def tell_prompts(
         rows = rows[:1]
         token_ids = requests.tokenize(rows, [row_name(0)])
     check_template(rows, requests.rendered, tokenizer)
-    tell_first_prompt(rows[0], token_ids[0], tokenizer, args, reward_names)
+    tell_first_prompt(rows[0], token_ids[0], tokenizer, options, reward_names)
 
 
 def build_judge(
@@ -443,7 +441,7 @@ def build_judge(
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     journal: Journal,
-    args: GRPOConfig,
+    options: ScoringOptions,
     playing: Playing,
     engine: RolloutEngine,
 ) -> Judge:
@@ -451,10 +449,10 @@ def build_judge(
         rewards,
         tokenizer,
         accelerator.device,
-        advantage_options=args.options_of(AdvantageOptions),
-        mask_truncated_completions=args.mask_truncated_completions,
-        mask_stale_tokens=args.mask_stale_tokens,
-        policy_version=(lambda: engine.policy_version) if args.max_policy_lag else None,
+        advantage_options=options,
+        mask_truncated_completions=options.mask_truncated_completions,
+        mask_stale_tokens=options.mask_stale_tokens,
+        policy_version=(lambda: engine.policy_version) if options.max_policy_lag else None,
         has_turns=playing.has_turns,
         calls_tools=playing.calls_tools,
         trainer_state=lambda: journal.state,

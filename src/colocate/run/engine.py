@@ -15,6 +15,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.registry import EngineParts, engine_of
 from colocate.engines.vllm import environment
 from colocate.parallel.mesh import Mesh, check_decode_parts
+from colocate.run.options import CompletionOptions
 from colocate.types import SamplingParams
 from colocate.weights.context_length import longest_context
 from colocate.weights.fully_sharded import is_fully_sharded
@@ -33,7 +34,9 @@ def build_engine(
 ) -> RolloutEngine:
     """The engine that `args.engine` names; "auto" takes the native engine wherever that can run. It
     is asleep."""
-    context_length(model, args)  # before anything is started: what no engine may be asked for
+    context_length(
+        model, args.vllm_max_model_length
+    )  # before anything is started: what no engine may be asked for
     name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
     if name == "auto":
         name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
@@ -124,24 +127,24 @@ def _moments_bytes(model: nn.Module, args: GRPOConfig, mesh: Mesh | None) -> int
     return 8 * num_trained // (mesh.num_replicas if mesh is not None and args.shard != "none" else 1)
 
 
-def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+def sampling_params(options: CompletionOptions, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The run's way to draw completions, which end at `stop_token_ids` and those of `generation_kwargs`."""
     return SamplingParams(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=max(args.top_k or 0, 0),
-        top_p=1.0 if args.top_p is None else args.top_p,
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))),
-        seed=args.seed,
+        max_tokens=options.max_completion_length,
+        temperature=options.temperature,
+        top_k=max(options.top_k or 0, 0),
+        top_p=1.0 if options.top_p is None else options.top_p,
+        min_p=options.min_p or 0.0,
+        repetition_penalty=options.repetition_penalty,
+        stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(options.generation_kwargs)))),
+        seed=options.seed,
     )
 
 
-def context_length(model: nn.Module, args: GRPOConfig) -> tuple[int, str]:
-    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer;
-    and what says so."""
-    longest, asked = longest_context(causal_lm(model).config), args.vllm_max_model_length
+def context_length(model: nn.Module, asked: int | None) -> tuple[int, str]:
+    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` (`asked`)
+    if fewer; and what says so."""
+    longest = longest_context(causal_lm(model).config)
     longest.check(asked, "vllm_max_model_length")
     most = longest.num_tokens or 1 << 62
     if asked is None or most <= asked:

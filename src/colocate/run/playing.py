@@ -29,6 +29,7 @@ from colocate.experience.requests import RequestBuilder
 from colocate.http.key import key_from_environment
 from colocate.parallel.mesh import Mesh
 from colocate.run.arguments import check_reward_columns
+from colocate.run.options import BatchOptions, PlayerOptions
 from colocate.serving.installed import check_installed
 from colocate.types import SamplingParams
 from colocate.users_code.exits import LoudExits
@@ -190,10 +191,10 @@ def check_own_data(environments: EnvironmentPool, args: GRPOConfig) -> None:
         )
 
 
-def num_prompts_of(args: GRPOConfig) -> int:
+def num_prompts_of(options: BatchOptions | GRPOConfig) -> int:
     """The unique prompts of a generation batch."""
-    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
-    return args.generation_batch_size // args.num_generations
+    assert options.generation_batch_size and options.num_generations, "GRPOConfig derives them"
+    return options.generation_batch_size // options.num_generations
 
 
 def with_prompts(dataset: TrainDataset, playing: Playing) -> TrainDataset:
@@ -209,14 +210,14 @@ def build_player(
     sampling: SamplingParams,
     requests: RequestBuilder,
     batches: PromptBatches,
-    args: GRPOConfig,
+    options: PlayerOptions,
 ) -> Player:
     """The player that a run needs."""
-    if args.max_policy_lag:
-        lag, engine = args.max_policy_lag, check_carry_over(playing, engine, args)
-        player, held_out = (_episode_player(playing, engine, sampling, requests, args) for _ in range(2))
+    if options.max_policy_lag:
+        lag, engine = options.max_policy_lag, check_carry_over(playing, engine, options)
+        player, held_out = (_episode_player(playing, engine, sampling, requests, options) for _ in range(2))
         return CarryingPlayer(player, held_out, engine, batches, requests, lag)
-    if args.mask_stale_tokens:
+    if options.mask_stale_tokens:
         raise ValueError(
             "mask_stale_tokens=True leaves tokens of older weights out of the loss, and with "
             "max_policy_lag=0 there are none. Set max_policy_lag to at least 1."
@@ -224,13 +225,14 @@ def build_player(
     if playing.rollout_func is not None:
         return FunctionPlayer(engine, sampling, playing.rollout_func, requests.tokenizer)
     if playing.agent is not None:
-        return _agent_player(playing, engine, sampling, requests, args)
-    return _episode_player(playing, engine, sampling, requests, args)
+        return _agent_player(playing, engine, sampling, requests, options)
+    return _episode_player(playing, engine, sampling, requests, options)
 
 
-def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) -> NativeEngine:
+def check_carry_over(playing: Playing, engine: RolloutEngine, options: PlayerOptions) -> NativeEngine:
     """The engine, if it can begin batches ahead."""
-    asked = f"max_policy_lag={args.max_policy_lag} lets completions go on over an update of the weights, but"
+    lag = options.max_policy_lag
+    asked = f"max_policy_lag={lag} lets completions go on over an update of the weights, but"
     if not isinstance(engine, NativeEngine):
         raise ValueError(
             f"{asked} {type(engine).__name__} completes what it was asked for. Set engine='native', or "
@@ -247,10 +249,10 @@ def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) 
             f"{asked} `{name}` plays whole episodes. Pass `tools` or `environment_factory`, or set "
             "max_policy_lag=0."
         )
-    if args.max_refill_rounds:
+    if options.max_refill_rounds:
         raise ValueError(
-            f"{asked} max_refill_rounds={args.max_refill_rounds} chooses the next prompts when a rollout is "
-            "scored. Set one of the two to 0."
+            f"{asked} max_refill_rounds={options.max_refill_rounds} chooses the next prompts when a rollout "
+            "is scored. Set one of the two to 0."
         )
     return engine
 
@@ -260,17 +262,17 @@ def _episode_player(
     engine: RolloutEngine,
     sampling: SamplingParams,
     requests: RequestBuilder,
-    args: GRPOConfig,
+    options: PlayerOptions,
 ) -> SingleTurnPlayer | EpisodePlayer:
     """The player of episodes that the engine draws and tools or environments answer."""
     if not playing.has_turns:
         return SingleTurnPlayer(engine, sampling)
-    check_whole_messages(args)
-    renderer = Renderer(requests.tokenizer, args.chat_template_kwargs, sampling.stop_token_ids)
+    check_whole_messages(options)
+    renderer = Renderer(requests.tokenizer, options.chat_template_kwargs, sampling.stop_token_ids)
     if any(playing.toolboxes()):
         renderer.check_tools()
         check_room(playing, requests, sampling)
-    runner = ToolRunner(args.tool_timeout_s, args.tool_workers)
+    runner = ToolRunner(options.tool_timeout_s, options.tool_workers)
     playing.runners.append(runner)
     return EpisodePlayer(
         engine,
@@ -280,7 +282,7 @@ def _episode_player(
         tokenize=requests.tokenize,
         toolbox=playing.toolbox,
         environments=playing.environments,
-        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        max_tool_calling_iterations=options.max_tool_calling_iterations,
         context_length=requests.context_length,
     )
 
@@ -290,7 +292,7 @@ def _agent_player(
     engine: RolloutEngine,
     sampling: SamplingParams,
     requests: RequestBuilder,
-    args: GRPOConfig,
+    options: PlayerOptions,
 ) -> AgentPlayer:
     """The player of episodes that an agent of the user's plays through an endpoint."""
     check_installed("agent")
@@ -298,25 +300,25 @@ def _agent_player(
     from colocate.serving.texts import Texts
 
     assert playing.agent is not None, "that is why it is asked for"
-    check_whole_messages(args)
-    texts = Texts(requests.tokenizer, sampling.stop_token_ids, args.chat_template_kwargs)
+    check_whole_messages(options)
+    texts = Texts(requests.tokenizer, sampling.stop_token_ids, options.chat_template_kwargs)
     player = AgentPlayer(
         engine,
         sampling,
         playing.agent,
         texts,
         context_length=requests.context_length,
-        timeout_s=args.agent_timeout_s,
-        port=0 if args.agent_port is None else args.agent_port + args.process_index,
+        timeout_s=options.agent_timeout_s,
+        port=0 if options.agent_port is None else options.agent_port + options.process_index,
         key=key_from_environment(),
     )
     playing.runners.append(player)
     return player
 
 
-def check_whole_messages(args: GRPOConfig) -> None:
+def check_whole_messages(options: PlayerOptions) -> None:
     """Raises ValueError if the model is to continue messages, in episodes of several turns."""
-    if (args.chat_template_kwargs or {}).get(CONTINUE):
+    if (options.chat_template_kwargs or {}).get(CONTINUE):
         raise ValueError(
             f"chat_template_kwargs={{{CONTINUE!r}: True}} lets the model continue a prompt's last message, "
             "but with tools, environments or an agent a turn is a whole message. Leave it out."
