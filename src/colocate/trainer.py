@@ -122,7 +122,7 @@ class GRPOTrainer(TRLNames):
     # ── Between steps ────────────────────────────────────────────────────────────────────────────────────
 
     def between_steps(self, stop: StopRequest) -> None:
-        """Log, evaluate and save as the callbacks ask, at the end of an epoch, too; raise if told to stop."""
+        """Log, evaluate and save as the callbacks ask, also at an epoch's end; raise if told to stop."""
         self.log_evaluate_save(stop)
         if self.journal.ends_epoch:
             self.journal.event("on_epoch_end")
@@ -131,7 +131,7 @@ class GRPOTrainer(TRLNames):
                 self.journal.event("on_epoch_begin")
 
     def log_evaluate_save(self, stop: StopRequest) -> None:
-        """Do what the callbacks asked for, in transformers' order.
+        """Log, evaluate and save as the callbacks asked, in transformers' order.
 
         Raises:
             KeyboardInterrupt, SystemExit: Ctrl-C or a signal asked the run to stop; it has been saved.
@@ -254,7 +254,7 @@ class GRPOTrainer(TRLNames):
         """Write model, tokenizer and `training_args.bin` as a plain Hugging Face (or PEFT) directory.
 
         Args:
-            output_dir: the directory; None: that of the run. It is uploaded, too, with `push_to_hub=True`.
+            output_dir: the directory; None: that of the run. With `push_to_hub=True` it is also uploaded.
 
         Raises:
             CheckpointError: a file could not be written.

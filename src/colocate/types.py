@@ -47,7 +47,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; one set for a whole rollout. Filters apply in the order listed.
+    """The parameters by which tokens are drawn; one set for a whole rollout. Filters apply in the order
+    listed.
 
     Example: at most 256 tokens, as likely as the policy has them, until token 2 ends the completion:
 

@@ -103,7 +103,7 @@ def compute_turn_advantages(
         returns: [N, K] the summed rewards of turns k to K of each episode, in the type of the rewards.
 
     Returns:
-        For each turn what `compute_advantages` returns; the first is that of whole episodes.
+        The result of `compute_advantages` for each turn; the first is that of whole episodes.
 
     Raises:
         ValueError: as `compute_advantages` does.

@@ -100,7 +100,7 @@ Surrogate: TypeAlias = "Callable[[LossInputs, LossOptions, Metrics], Tensor]"
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss type: its surrogate, its normaliser, and what else the objective must know of it."""
+    """A loss type: its surrogate, its normaliser, and further facts for the objective."""
 
     surrogate: Surrogate
     normalizer: Callable[[LossSlice], Tensor]
@@ -174,9 +174,9 @@ def dppo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     """−M·r·A with M = 0 where A > 0 and π_θ(y) − μ(y) > ε_high, or A < 0 and μ(y) − π_θ(y) > ε; else M = 1.
 
     A trust region of probabilities instead of ratios: |π_θ(y) − μ(y)| is the total variation between the two
-    policies if all tokens but the sampled one are taken as one (the paper's DPPO-Binary-TV, with 0.15). What
-    would bring the policy back into the region keeps its gradient. μ is the policy that sampled; a token
-    whose probability the engine could not tell is kept.
+    policies if all tokens but the sampled one are taken as one (the paper's DPPO-Binary-TV, with 0.15).
+    Tokens that would bring the policy back into the region keep their gradient. μ is the policy that sampled;
+    a token whose probability the engine could not tell is kept.
 
     The paper's ratio is π_θ/μ. That is r here times the engine's correction, with
     `vllm_importance_sampling_mode="token_truncate"` and `vllm_importance_sampling_clip_max=inf`.

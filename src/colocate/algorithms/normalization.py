@@ -1,4 +1,4 @@
-"""The weight of each sequence's summed token losses: one over what the loss type divides by.
+"""The weight of each sequence's summed token losses: one over the divisor of the loss type.
 
 The weights are computed for a whole optimizer step, before it is cut into micro-batches that fit the memory.
 With

@@ -128,7 +128,7 @@ def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
 
 
 def _read_as_now(saved: dict[str, Any]) -> None:
-    """Earlier checkpoints were bound to a number of processes, now only to the batch of all of them."""
+    """Read an earlier checkpoint's description, which named the number of processes, in today's terms."""
     fixed = saved["fixed"]
     if PROCESSES in fixed:
         saved["others"][PROCESSES] = fixed.pop(PROCESSES)

@@ -1,6 +1,6 @@
 """The model card, `README.md`, of each directory with a saved model: its origin and how to load it.
 
-Its metadata has the keys of TRL's cards, which the Hub reads. What may be private stays out: paths,
+Its metadata has the keys of TRL's cards, which the Hub reads. Facts that may be private stay out: paths,
 addresses, prompts.
 """
 

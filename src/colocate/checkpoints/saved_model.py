@@ -30,7 +30,7 @@ class SavedModel:
     """A model that can be loaded.
 
     Attributes:
-        name: what the user has named.
+        name: the name that the user gave.
         base: directory or Hub name of the whole weights.
         adapter: directory or Hub name of the adapter on them; None: there is none.
         revision: branch, tag or commit of the base on the Hub.
@@ -48,7 +48,7 @@ class SavedModel:
 
     @property
     def trained(self) -> str:
-        """Directory or Hub name of what was trained: the adapter, or else the whole model."""
+        """Directory or Hub name of the trained part: the adapter, or else the whole model."""
         return self.base if self.adapter is None else self.adapter
 
 

@@ -115,7 +115,7 @@ def shapes(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def load(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors with what a checkpoint has under their names; all ranks must call it together."""
+    """Fill tensors with a checkpoint's tensors of the same names; all ranks must call it together."""
     try:
         dcp.load(dict(tensors), storage_reader=_Reader(directory / FOLDER))
     except CheckpointException as error:

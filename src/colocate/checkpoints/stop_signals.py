@@ -88,8 +88,8 @@ class StopRequest(StopSignals):
     of different steps.
 
     In forked children SIGTERM keeps its usual meaning: `multiprocessing` ends a child with it, such as one
-    that executes a completion, and would otherwise wait for the child for ever. Terminals send Ctrl-C to the
-    children, too, which ignore it, because the present step still needs them.
+    that executes a completion, and would otherwise wait for the child for ever. Terminals also send Ctrl-C to
+    the children, which ignore it, because the present step still needs them.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

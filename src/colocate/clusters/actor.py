@@ -80,7 +80,7 @@ class ProcessActor:
     def start(
         self, directory: str | None, arguments: Sequence[str], variables: Mapping[str, str], size: Size
     ) -> int:
-        """Start the process, after ending what an earlier one has left behind; returns its id.
+        """Start the process, after ending any left over from an earlier one; returns its id.
 
         Args:
             arguments: the words after `colocate`.
@@ -149,7 +149,7 @@ class ProcessActor:
             self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill the process and what it has started, and wait until it is gone."""
+        """Kill the process and its children, and wait until it is gone."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

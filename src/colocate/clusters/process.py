@@ -82,7 +82,7 @@ class Process:
         self._is_seated = True
 
     async def run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Ending:
-        """Start the process (`ProcessActor.start`), hear what it says, and return how it has ended."""
+        """Start the process (`ProcessActor.start`), handle its output, and return its ending."""
         import ray
 
         if not self._is_seated:
@@ -130,7 +130,7 @@ class Process:
 @contextmanager
 def present(processes: Sequence[Process]) -> Iterator[None]:
     """Waits until all actors are at their places, or raises a RuntimeError; after the block, kills all
-    processes that are left, with what they have started, and their actors."""
+    processes that are left, their children, and their actors."""
     import ray
 
     try:

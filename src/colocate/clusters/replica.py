@@ -30,8 +30,8 @@ START_S = 1800.0
 
 
 class Replica(Process):
-    """A server that is started again when it is lost. Without GPUs of its own it uses those of the ranks
-    `beside`. Its output is appended to its log."""
+    """A server that is started again when it is lost. If it has no GPUs of its own, it uses those of the
+    ranks in `beside`. Its output is appended to its log."""
 
     is_ready = False
     """Whether it has answered since it was last started."""

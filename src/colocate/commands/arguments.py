@@ -44,7 +44,7 @@ def add_base(command: argparse.ArgumentParser) -> None:
 
 
 def add_loading(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that say how a model is loaded and what generates."""
+    """Add the arguments of loading a model and of its engine."""
     add_base(command)
     add = command.add_argument
     add(

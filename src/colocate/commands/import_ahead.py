@@ -46,7 +46,7 @@ def _scores() -> ModuleType:
 
 @contextmanager
 def importing_ahead() -> Iterator[None]:
-    """Import in threads what PyTorch and transformers, imported within the block, will ask for.
+    """Import in threads the modules that PyTorch and transformers, imported in the block, will need.
 
     The block ends when the threads have ended, so that nobody forks a process while they hold a lock. A
     module that cannot be imported raises where it is needed.

@@ -225,7 +225,7 @@ def _engine(loaded: LoadedModel) -> RolloutEngine:
 
 
 def _max_len(engine: RolloutEngine, config: GRPOConfig) -> int:
-    """Tokens that prompt and completion may have: the engine's context, or what its cache has room for."""
+    """Tokens that prompt and completion may have: the engine's context, or fewer if its cache is smaller."""
     from colocate.engines.native.engine import NativeEngine
 
     most = engine.max_len if config.vllm_max_model_length is None else config.vllm_max_model_length

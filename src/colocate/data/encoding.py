@@ -64,7 +64,7 @@ def check_template_arguments(arguments: Mapping[str, Any] | None, name: str = "c
     """Refuse an argument that is set here for every prompt.
 
     Args:
-        name: what holds the arguments, for the message.
+        name: the option that holds the arguments, for the message.
 
     Raises:
         ValueError: with what to set instead.

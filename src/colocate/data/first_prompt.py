@@ -1,4 +1,4 @@
-"""Faults of a whole run that one prompt shows, as the model will read it."""
+"""Checks of the first prompt as the model will read it: one prompt shows some faults of a whole run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tell_first_prompt(
     options: PromptOptions,
     reward_names: Collection[str] = (),
 ) -> None:
-    """Warn, once for each, of what a prompt shows.
+    """Warn of faults that a prompt shows, once of each.
 
     Args:
         row: the first row of the training data.

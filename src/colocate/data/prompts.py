@@ -1,4 +1,4 @@
-"""Turns rows of a dataset into prompt tokens, and completion tokens into what reward functions see.
+"""Turns rows of a dataset into prompt tokens, and completion tokens into the texts that reward functions see.
 
 A row's `prompt` is *standard*, a string, or *conversational*, a list of messages like
 `{"role": "user", "content": "..."}`. Completions take the form of their prompt.
@@ -107,7 +107,7 @@ def tell_bare_strings(
 
 
 def row_name(row: int) -> str:
-    """How errors name a row of a dataset."""
+    """The name of a dataset's row in errors."""
     return f"Row {row} (from 0)"
 
 

@@ -39,7 +39,7 @@ class PromptBatches(Iterator[PromptBatch]):
         dataset: A map-style or iterable dataset of prompt rows.
         num_prompts: Unique prompts per batch, generation_batch_size / num_generations.
         shuffle: Visit the rows in random order.
-        seed: Seed of the order: two iterations with equal seeds visit the rows in equal order.
+        seed: Seed of the order: equal seeds give equal orders.
         num_epochs: Passes over the dataset until the iteration stops; None never stops it.
         drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
         weights: Shares of the datasets of a mixture (`order.Mixed`); None: the rows are one dataset.
@@ -144,7 +144,7 @@ class PromptBatches(Iterator[PromptBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position of `state_dict`.
 
-        An iterable dataset is read up to that position of its epoch, without returning what is read.
+        An iterable dataset is read up to that position of its epoch, and those rows are dropped.
 
         Raises:
             ValueError: the position belongs to another order of prompts.

@@ -1,4 +1,5 @@
-"""`RolloutEngine`: the methods by which the loop drives any engine. `BaseEngine`: what our engines share.
+"""`RolloutEngine`: the methods by which the loop drives any engine. `BaseEngine`: the part that our engines
+share.
 
 `tests/unit/test_engine_contract.py` holds every engine to what is written here.
 """
@@ -125,7 +126,7 @@ class RolloutEngine(Protocol):
 
         The engine may keep up to `keep_bytes` of that memory, so that it wakes up faster; the contents are
         lost in any case. Sequences stay, and are computed again from their tokens. Called while asleep,
-        `sleep` gives back what the engine keeps beyond `keep_bytes`.
+        `sleep` gives back all but `keep_bytes` of the memory that the engine keeps.
         """
         ...
 
@@ -154,7 +155,7 @@ class BaseEngine:
 
     Attributes:
         _max_len: longest prompt + completion in tokens.
-        _max_len_reason: what sets that limit, for error messages.
+        _max_len_reason: the reason for that limit, for error messages.
         _vocab_size: number of token ids that a prompt may consist of.
     """
 
@@ -180,7 +181,7 @@ class BaseEngine:
         self._counts = counts
 
     def _count_requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        """Begin to count what a `generate` has to do."""
+        """Begin to count the work of a `generate`."""
         limits = [limit for prompt in prompts for limit in prompt.limits(sampling.max_tokens)]
         self.counts.begin("tokens", sum(limits), is_limit=True)
         self.counts.begin("completions", len(limits))

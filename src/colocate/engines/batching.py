@@ -1,4 +1,4 @@
-"""Which sequences may share a batch of `model.generate` without changing each other's log-probs.
+"""Batches for `model.generate` in which sequences do not change each other's log-probs.
 
 Most architectures heed the attention mask, so that shorter prompts can be padded on the left. Recurrent
 models and some with linear attention (MiniMax) read padding like any token, and transformers' RWKV mixes the

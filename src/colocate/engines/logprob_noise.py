@@ -1,4 +1,4 @@
-"""How far two log-probs of equal weights may lie apart because different kernels or batches computed them."""
+"""Bounds of the difference between log-probs of equal weights from different kernels or batches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rollout engines by name: what a run knows of an engine before it loads it.
+"""The rollout engines by name, and the facts that a run needs of one before it is loaded.
 
 An engine plugs in by one `Engine`: here, or in another distribution as an entry point of the group
-`colocate.engines`. It is data; what it names is imported when a run has chosen the engine.
+`colocate.engines`. It is data: the modules that it names are imported when a run has chosen the engine.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Engine:
         build: "module:function" of the function that makes it, asleep, from `EngineParts`.
         options: "module:class" of its options: a dataclass that extends `EngineOptions`, each field with its
             range beside it. Fields that `GRPOConfig` lacks are set by the option `engine_kwargs`.
-        words: what completes prompts, for the header of a run.
+        words: words for the engine in the header of a run.
         planned_as: the engine whose memory it takes: "native"; "vllm", for one with a cache of its own;
             "rollout_server", for one on other devices. None: its memory is unknown, and no run is planned.
         unread: the reason why its own options have no effect with another engine.
-        replaced: options that it does not read, and what to set with it instead.
+        replaced: options that it does not read, each with the one to set instead.
         asked_for_by: TRL's options that ask for this engine.
     """
 

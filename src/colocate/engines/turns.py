@@ -48,7 +48,7 @@ class _Ledger:
 
 
 class TurnEngine(BaseEngine):
-    """An engine whose `generate` completes a list of prompts at a stroke.
+    """An engine whose `generate` completes a list of prompts in one call.
 
     `poll` generates every turn that waits. Nothing of an earlier turn is kept but its tokens: the next turn
     is a longer prompt. A subclass writes `generate`, and `_draw` where some turns can end before others.
@@ -96,7 +96,7 @@ class TurnEngine(BaseEngine):
         return ended
 
     def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
-        """Draw turns, and return those that have ended: here all, at a stroke."""
+        """Draw turns, and return those that have ended: here all at once."""
         completions = self.generate(requests(list(waiting.values())), sampling)
         return dict(zip(waiting, completions, strict=True))
 

@@ -20,10 +20,10 @@ class MediaError(ValueError):
 
 
 def content_of(value: Any, name: str, max_chars: int = MAX_CHARS) -> str | list[Any]:
-    """Return what a tool's message contains: a list as it is, if JSON can write it, or else text.
+    """Return the content of a tool's message: a list as it is, if JSON can write it, or else text.
 
     Args:
-        value: what the tool has returned.
+        value: the tool's result.
         name: the tool's name.
 
     Raises:

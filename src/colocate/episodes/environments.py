@@ -55,7 +55,7 @@ class Scene:
     Attributes:
         environment: the object.
         name: its name among the factories; None if there is but one.
-        prompt: the row's prompt with what `reset` has observed.
+        prompt: the row's prompt with the observation of `reset`.
         toolbox: the tools of all environments and this one's methods.
         is_lost: whether something may still change the environment, so that it is not to be used again.
     """
@@ -95,8 +95,8 @@ class Scene:
             results: the tools' answers. If one was left running, the environment is lost.
 
         Returns:
-            The turn's reward: the sum of what was appended to the environment's list `turn_rewards` since the
-            turn before. None if it has no such attribute, or that is None. It is added to the episode's
+            The turn's reward: the sum of the numbers appended to the environment's list `turn_rewards` since
+            the turn before. None if it has no such attribute, or that is None. It is added to the episode's
             rewards, `get_reward` among them, so nothing may be in both.
 
         Raises:

@@ -27,7 +27,7 @@ from colocate.types import Completion
 
 @dataclass(frozen=True)
 class Node:
-    """A call of the engine: what it was given, and what it sampled."""
+    """A call of the engine: the given tokens, and the sampled ones."""
 
     parent: int | None
     """The number of the node that this one goes on from; None: it begins a history."""
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(eq=False)
 class Episode:
-    """One member of a group: its calls of the engine, and what else rewards and metrics must know of it."""
+    """One member of a group: its calls of the engine, and further facts for rewards and metrics."""
 
     nodes: list[Node] = field(default_factory=list)
     """The calls in their order; a node's parent comes before it. The first one's context is the prompt."""
@@ -117,7 +117,7 @@ class Episode:
             parent: the number of the node that the call goes on from; None: it begins a history of its own.
             given_ids: the tokens between the parent's and the sampled ones; without a parent all of the
                 context, which must not be empty.
-            completion: what the engine has sampled.
+            completion: the sampled tokens.
 
         Returns:
             The number of the new node.

@@ -1,7 +1,7 @@
 """Messages become tokens by a chat template, and a model's tokens become messages.
 
-Sampled tokens are never encoded again. A later turn's context consists of what the engine already has and of
-`Renderer.bridge`: the tokens that the template puts after the assistant's stop token.
+Sampled tokens are never encoded again. A later turn's context consists of the tokens that the engine already
+has and of `Renderer.bridge`: the tokens that the template puts after the assistant's stop token.
 
     … <|im_start|>assistant ⟨sampled … <|im_end|>⟩ ⟨bridge \\n<|im_start|>user … <|im_start|>assistant⟩
 """
@@ -61,12 +61,12 @@ class Marks(NamedTuple):
 
 
 class Renderer:
-    """Renders conversations with a tokenizer's chat template, and parses what the model writes.
+    """Renders conversations with a tokenizer's chat template, and parses the model's text.
 
     Args:
         chat_template_kwargs: the run's arguments for the template.
         stop_token_ids: the tokens that end an assistant's turn when they are sampled.
-        remedy: what sets another chat template, for messages about the one that there is.
+        remedy: how to set another chat template, for messages about the present one.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -196,13 +196,13 @@ class Renderer:
 
         Args:
             messages: the conversation; the last message is the sampled turn, as `parse` has read it.
-            new_messages: what was said since, by tools or the user.
+            new_messages: the messages since then, by tools or the user.
             last_id: the last sampled token; None: the one by which the template ends a turn.
             most: tokens that can be used; None: any number.
 
         Returns:
             The end of the sampled turn, the new messages and the next generation prompt. None: the template
-            rewrites what came before, and the conversation must be rendered anew.
+            rewrites earlier text, and the conversation must be rendered anew.
 
         Raises:
             TooManyTokens: the new messages have clearly more tokens than `most`.
@@ -234,7 +234,7 @@ class Renderer:
         """Parse a sampled turn into an assistant message.
 
         Args:
-            given_ids: what was given before the turn; its end, the generation prompt, may open the reasoning.
+            given_ids: the tokens before the turn; their end, the generation prompt, may open the reasoning.
             tools: JSON schemas of the tools; they say which arguments are no text.
 
         Returns:
@@ -273,7 +273,7 @@ class Renderer:
         return message
 
     def _written_call(self) -> tuple[str, str, str]:
-        """The text that the template makes of a call, the stop token behind it, and what comes before."""
+        """The template's text of a call, the stop token behind it, and the text before it."""
         prefix = self._text([_user()], add_generation_prompt=True)
         whole = self._text([_user(), _call(_TOOL)], add_generation_prompt=False)
         num_shared = sum(takewhile(bool, map(str.__eq__, prefix, whole)))

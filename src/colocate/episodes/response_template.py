@@ -22,15 +22,15 @@ def templated_message(
     """The assistant message that `tokenizer.parse_response` reads, in the form of chat templates.
 
     Args:
-        text: what the model has written, its stop token too: templates may look for it.
-        prefix: what came before, or the last of it: templates look for the beginning of the turn.
+        text: the model's text with its stop token, which templates may look for.
+        prefix: the text before, or its end: templates look for the beginning of the turn.
         tools: JSON schemas of the tools; they tell the types of arguments.
 
     Returns:
         A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
 
     Raises:
-        ValueError: the template cannot read the text, or what it reads is no message.
+        ValueError: the template cannot read the text, or does not read a message.
     """
     try:
         read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)

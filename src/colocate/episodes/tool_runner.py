@@ -1,4 +1,4 @@
-"""Runs the tools that models call, beside the engine."""
+"""Runs the tools that models call, while the engine goes on."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class _CallBatch:
 class ToolRunner:
     """Runs calls of tools: sync ones in the main thread, async ones on an event loop of their own.
 
-    Whoever drives the engine starts the calls of an assistant message under a key and polls between the
-    engine's windows. A message's results come together, in the order of its calls, when all have ended.
-    Messages do not wait for each other, except that sync tools of all messages take turns in the main thread
-    (they may use signals, which other threads cannot). With `num_workers` they run in threads instead.
+    The caller starts the calls of an assistant message under a key, and polls between the engine's windows. A
+    message's results come together, in the order of its calls, when all have ended. Messages do not wait for
+    each other, except that sync tools of all messages take turns in the main thread (they may use signals,
+    which other threads cannot). With `num_workers` they run in threads instead.
 
     After `timeout_s` seconds the model reads an error in place of a result, and
 
@@ -75,7 +75,7 @@ class ToolRunner:
       function is (`TimeLimit`). A tool that neither this nor its repetitions end, because it is in C code
       that never looks for signals, ends the process some seconds later: the engine could not go on;
     - a sync tool in a worker's thread cannot be interrupted: it is left to itself, and another thread takes
-      its thread's place. If it keeps all threads from running, the process ends, too.
+      its thread's place. If it keeps all threads from running, the process ends.
 
     The model also reads whatever a tool raises, `SystemExit` included. Only `KeyboardInterrupt` and
     `MediaError` (a tool has returned an image) are passed on. Tools get copies of their arguments, and lists
@@ -118,7 +118,7 @@ class ToolRunner:
         """Accept calls. Async tools begin at once; sync ones in `poll`, or when a worker is free.
 
         Args:
-            key: names the calls in what `poll` returns.
+            key: names the calls in the result of `poll`.
 
         Raises:
             ValueError: `poll` has not returned the results of earlier calls under this key.
@@ -221,7 +221,7 @@ class ToolRunner:
     # --- beginning -----------------------------------------------------------------------------------------
 
     def _advance(self, key: Hashable, batch: _CallBatch) -> None:
-        """Begin the next calls of a batch, of which no sync call runs."""
+        """Begin the next calls of a batch that has no sync call running."""
         if batch.sync and self._workers is None:
             self._queue.append(key)
         elif batch.sync and self._workers is not None:

@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, and how such text becomes an assistant message.
+"""The syntaxes in which families of models call tools, and their parsers.
 
 A chat template shows which way its model was taught: it renders a call into the history.
 """
@@ -149,7 +149,7 @@ def message_of(text: str, syntax: Syntax | None, reasoning_end: str | None) -> d
     """The assistant message that a model has written; a call that cannot be read stays in the content.
 
     Args:
-        reasoning_end: what comes before it is a part of its own, and not content.
+        reasoning_end: the text before it is a part of its own, and not content.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning_end is not None and reasoning_end in text:

@@ -32,12 +32,12 @@ _LOOK_AT = (
 class Agreement:
     """Compares an engine's log-probs with the policy's: once, and again after each restart of the engine.
 
-    Where the engine reports log-probs, their mean distance from the policy's must be within what rounding
-    explains. Where it reports none, the tokens themselves are looked at. For tokens drawn from the policy
-    E[log π(y)] = −H, and log π(y) + H is a martingale difference from token to token, so its mean is near 0
-    with a known standard error. Filters such as top_p keep the likely tokens and raise the mean; only a mean
-    far below 0 shows that another model has drawn the tokens. A repetition penalty lowers the mean, too, and
-    arguments of `generation_kwargs` may; with these nothing is concluded.
+    Where the engine reports log-probs, their mean distance from the policy's must be explained by rounding.
+    Where it reports none, the tokens themselves are looked at. For tokens drawn from the policy E[log π(y)] =
+    −H, and log π(y) + H is a martingale difference from token to token, so its mean is near 0 with a known
+    standard error. Filters such as top_p keep the likely tokens and raise the mean; only a mean far below 0
+    shows that another model has drawn the tokens. A repetition penalty also lowers the mean, and arguments of
+    `generation_kwargs` may; with these nothing is concluded.
 
     Args:
         sampling: how the rollouts are drawn.

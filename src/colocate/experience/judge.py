@@ -1,4 +1,4 @@
-"""How good the completions were: their rewards, compared over all ranks, become the advantages of samples."""
+"""Judging completions: their rewards, compared over all ranks, become the advantages of samples."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An episode of this rank and what it is judged by."""
+    """An episode of this rank, with the fields that it is judged by."""
 
     row: dict[str, Any]
     """The row of the dataset."""

@@ -1,4 +1,4 @@
-"""From dataset rows to this rank's requests: which rank completes which members of which groups."""
+"""This rank's requests, from dataset rows: prompts, and the members of their groups that it completes."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class TrainingWindow:
 
     @staticmethod
     def num_waiting(state: dict[str, Any]) -> int:
-        """How many completions wait in a window with this `state_dict`."""
+        """The number of completions that wait in a window with this `state_dict`."""
         return sum(len(entry["samples"]) for entry in state["slices"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _headers_in(stream: BinaryIO) -> dict[str, str]:
 
 
 def _chunks_in(stream: BinaryIO) -> bytes:
-    """A body that comes in chunks, of which each tells its size."""
+    """A body that comes in chunks, each with its size."""
     pieces = []
     while size := _number(_line_in(stream).partition(";")[0].strip(), 16):
         pieces.append(_bytes_in(stream, size))

@@ -88,9 +88,9 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
 
     Args:
         is_any_base: see `SavedAdapter.check_fits`.
-        options: of `GRPOConfig`, and those of `RunConfig` that say in which type or how in 4 bits weights
-            are loaded. They replace the options of the run that trained the model. Code that comes with a
-            model is run only if they have `trust_remote_code`, whatever the run had.
+        options: of `GRPOConfig`, and those of `RunConfig` that say in which type or how in 4 bits weights are
+            loaded. They replace the options of the run that trained the model. Code that comes with a model
+            is run only if these options have `trust_remote_code`; the run's own does not count.
     """
     known = {name: saved.options[name] for name in (*_OF_TRAINING, *_OF_4_BITS) if name in saved.options}
     values = {**known, **options}

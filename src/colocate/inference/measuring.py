@@ -57,7 +57,7 @@ class Scores:
         return share(self.shares, self.num_samples)
 
     def pass_at(self, k: int) -> Estimate:
-        """The share of prompts of which one of k completions is right; see `statistics.pass_at_k`."""
+        """The share of prompts with at least one right completion among k; see `statistics.pass_at_k`."""
         values = [pass_at_k(self.num_samples, count, k) for count in self.num_correct]
         return share(values, self.num_samples)
 

@@ -121,8 +121,8 @@ def _correlation(values: Sequence[float], others: Sequence[float], num_samples: 
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that at least one of k completions is right, estimated from n completions of a prompt
-    of which c are.
+    """The probability that at least one of k completions is right, estimated from c right ones among n
+    completions of a prompt.
 
     The estimate 1 - C(n - c, k) / C(n, k) has no bias (Chen et al. 2021, arXiv:2107.03374, equation 1); 1 -
     (1 - c / n)^k has.

@@ -96,7 +96,7 @@ def _use(device: torch.device) -> None:
 
 
 class _Loading(ThreadPoolExecutor):
-    """Compiles kernels, and loads each where it was compiled: its launcher in C is compiled, too."""
+    """Compiles kernels, and loads each in the same thread, which also compiles its launcher in C."""
 
     def submit(self, compile_kernel: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
         def work() -> Any:

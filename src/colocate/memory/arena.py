@@ -217,7 +217,7 @@ def _check_only_one(device: torch.device, purpose: str) -> None:
 
 
 class _Range:
-    """Reserved addresses, `num_mapped` handles of which are backed, from the first on.
+    """Reserved addresses; the first `num_mapped` handles of them have memory.
 
     A handle is released as soon as it is mapped. From then on the mapping alone holds the memory, and
     unmapping frees it. So `num_mapped` is the whole state, and it is correct after every single call of the

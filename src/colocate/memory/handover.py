@@ -1,7 +1,7 @@
-"""How much of its memory (the KV cache, weights of its own) the engine may keep while the policy trains.
+"""The memory (KV cache, weights of its own) that the engine may keep while the policy trains.
 
 Mapping and unmapping cost time by the gigabyte, so the engine gives back what training needs and no more.
-How much training needs is estimated from what it was seen to need:
+Training's need is estimated from its measured peak:
 
     keep = device - (in use at the peak of training, without the engine) - allowances
 """

@@ -1,4 +1,4 @@
-"""How much of the host this process may use."""
+"""The part of the host's memory and cores that this process may use."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class HostStore:
         self._away = moved
 
     def prefetch(self) -> None:
-        """Begin to bring everything back: device memory is taken now, and the copy runs beside the device's
+        """Begin to bring everything back: device memory is taken now, and the copy runs during the device's
         next work.
 
         Raises:

@@ -21,7 +21,8 @@ launching the kernels takes about as long again."""
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How a step's samples are cut into micro-batches and what the forward keeps for the backward.
+    """The cut of a step's samples into micro-batches, and the tensors that the forward keeps for the
+    backward.
 
     A plan changes memory and time. It changes a gradient only by the order in which floats are added.
     """

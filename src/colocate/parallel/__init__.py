@@ -1,1 +1,1 @@
-"""How the ranks of a run share weights, masters and work."""
+"""The ranks of a run: how they share weights, masters and work."""

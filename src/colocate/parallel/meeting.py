@@ -204,7 +204,7 @@ def _check_nccl(use_cpu: bool, backend: str | None) -> None:
 
 
 def _connect(address: str, port: int, rank: int, timeout_s: float) -> Store:
-    """The store that PyTorch will use, too: torchrun's, else one that lives in the first rank's process."""
+    """The store that PyTorch will also use: torchrun's, else one in the first rank's process."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not has_agent
     try:

@@ -106,7 +106,8 @@ class Mesh:
 
     @property
     def replica_group(self) -> ProcessGroup | None:
-        """The ranks with the same part of the weights, which split its masters; None where there is one."""
+        """The ranks with the same part of the weights, which split its masters; None where there is only this
+        rank."""
         return None if self.num_replicas == 1 else self._group("replica")
 
     @property

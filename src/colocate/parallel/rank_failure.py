@@ -2,7 +2,7 @@
 share.
 
 Of several ranks that end, their launcher shows the one that failed first, by the error files: torchrun names
-the file, and so does accelerate, which starts torchrun; the launcher on Ray names one, too. See
+the file, and so do accelerate, which starts torchrun, and the launcher on Ray. See
 https://docs.pytorch.org/docs/stable/elastic/errors.html. Options, data and model are checked on every rank,
 so all of them find the same fault; the first rank alone prints it.
 """
@@ -41,7 +41,7 @@ def record_failure(error: BaseException, text: str = "") -> None:
     A rank that ends because another one has failed must not call it.
 
     Args:
-        text: what the user is told; empty: the traceback.
+        text: the message for the user; empty: the traceback.
     """
     name = os.environ.get(VARIABLE)
     if not name:

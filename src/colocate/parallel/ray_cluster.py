@@ -59,12 +59,11 @@ class ClusterRequest:
         return [[rank] * self.ranks_per_node] * self.num_nodes + [[server]] * num_servers
 
     def sizes(self, kind: str) -> list[int]:
-        """How many GPUs or CPUs each placement group needs."""
+        """The number of GPUs or CPUs that each placement group needs."""
         return [int(sum(bundle.get(kind, 0) for bundle in bundles)) for bundles in self.bundles]
 
     def shortage(self, per_node: Sequence[int], kind: str) -> str:
-        """The arithmetic of what is asked and what the cluster has, as in "asked 16 GPUs in 2 × 8, Ray sees
-        8 + 4"."""
+        """The arithmetic of asked and present resources, as in "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"."""
         sizes = self.sizes(kind)
         asked = " + ".join(f"{number} × {size}" for size, number in Counter(sizes).items())
         seen = " + ".join(map(str, sorted(filter(None, per_node), reverse=True))) or "none"
@@ -117,7 +116,7 @@ _NUM_UNANSWERED = 5
 
 
 def check_address(given: str) -> None:
-    """Find out in seconds what Ray tries for minutes: whether somebody listens at RAY_ADDRESS."""
+    """Check in seconds whether somebody listens at RAY_ADDRESS; Ray itself would try for minutes."""
     try:
         _knock(given)
     except (OSError, ValueError, OverflowError) as error:

@@ -35,7 +35,7 @@ def cut(
 
     A replica with tensor parallelism of `size` needs one slice, one that is data-parallel as well needs as
     many as it has copies. Nodes may be of different sizes, and several groups may be on one node: the bundles
-    of a node are counted together, and what is left of it is passed over.
+    of a node are counted together, and its left-over bundles are skipped.
 
     Args:
         tables: for each placement group the node of each bundle, by the bundle's number
@@ -43,8 +43,8 @@ def cut(
         size: bundles of a slice; at least 1.
         count: slices; at least 1.
         kind: the resource of which a bundle has one, for messages.
-        may_cross_nodes: all bundles are counted on end, group by group, as ranks are: what is left of a node
-            is the beginning of the next slice. Else no slice crosses a node.
+        may_cross_nodes: bundles are numbered through all groups, as ranks are, and a slice may continue on
+            the next node. Else no slice crosses a node.
 
     Returns:
         The slices, node by node as the nodes first appear in the tables.

@@ -64,7 +64,7 @@ class Peers:
         """The errors of ranks that have run out of memory, each with its name; empty if all have succeeded.
 
         Args:
-            error: what this rank's work has ended with; None: it has succeeded.
+            error: the error of this rank's work; None: it has succeeded.
 
         Raises:
             Exception: `error` itself, if it is not about memory.
@@ -86,7 +86,7 @@ class Peers:
         """Wait for all ranks, and stop together if the work of one has failed.
 
         Args:
-            error: what this rank's work has ended with; None: it has succeeded.
+            error: the error of this rank's work; None: it has succeeded.
 
         Raises:
             Exception: `error` itself.

@@ -95,14 +95,14 @@ class Sign:
 
 
 class RankLoss(NamedTuple):
-    """A rank that will not come back, and what can be said of it."""
+    """A rank that will not come back, and the known facts about it."""
 
     rank: int
     text: str
 
 
 class Watch:
-    """One rank's thread, its sign of life and what it knows of the others.
+    """One rank's watching thread, its sign of life, and its knowledge of the others.
 
     Args:
         store: shared by all ranks, with a connection that nobody else waits on.

@@ -146,7 +146,7 @@ def _without_plan(model: nn.Module) -> str:
 def _device(
     config: GRPOConfig, device_name: str | None, device_memory_gib: float | None
 ) -> tuple[Gpu | None, int | None]:
-    """The device's entry in the table of GPUs and its memory in bytes, None for what is not known."""
+    """The device's entry in the table of GPUs and its memory in bytes, each None if unknown."""
     name = device_name
     if name is None and device_memory_gib is None and config.device.type == "cuda":
         name = torch.cuda.get_device_name(config.device)

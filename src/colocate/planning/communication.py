@@ -1,7 +1,7 @@
 """Seconds that the GPUs of a run spend on one another: gradients, weights and a decode step's sums.
 
-Of a message of n bytes, a rank of a group of R sends and receives n · (R - 1) / R to reduce or to gather it,
-and twice as much to do both (a ring, Patarasuk and Yuan 2009).
+To reduce or to gather a message of n bytes among R ranks, each rank sends and receives n · (R - 1) / R bytes;
+to do both, twice as many (a ring, Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def exchange_s(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, cluste
     """Seconds of an optimizer step for exchange: ranks with the same part of the weights reduce its gradients
     and gather the updated weights, and the optimizer's state comes from the host and returns.
 
-    That is 0.0 for one GPU, where the state travels beside other work, and for GPUs whose speed is unknown.
+    That is 0.0 for one GPU, where the state travels during other work, and for GPUs whose speed is unknown.
     """
     sharding, gpu = workload.sharding, cluster.gpu
     if gpu is None or cluster.num_gpus == 1:

@@ -10,7 +10,7 @@ from colocate.memory.workload import Workload
 
 @dataclass(frozen=True)
 class CutGroup:
-    """A group with the longest prompt and completions, cut into parts of which each fits a micro-batch.
+    """A group with the longest prompt and completions, cut into parts that each fit a micro-batch.
 
     With 4 completions of 100 tokens, a prompt of 200 and a budget of 400, the group needs 600 tokens and is
     cut into two parts of 200 + 2 × 100 tokens, 800 in all: its `work` is 800 / 600.

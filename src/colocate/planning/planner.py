@@ -105,8 +105,8 @@ def choose_train_plan(
     The activation policies are tried from the fastest to the one that takes least memory, each with the most
     tokens per micro-batch that fit. The first one is taken whose micro-batches are so large that the next
     policy, which recomputes more, would be slower even with micro-batches of `ENOUGH_TOKENS` and uncut groups
-    (`_suffices`). The next policy is judged by this fixed size and not by what would fit with it, so that
-    more memory can never lead to more recomputation. What is left of the memory then goes to larger chunks of
+    (`_suffices`). The next policy is judged by this fixed size and not by the size that would fit with it, so
+    that more memory can never lead to more recomputation. Remaining memory then goes to larger chunks of
     log-probs, and at last to keeping their softmax. If no plan fits, the one that takes least memory is
     returned, and the run will deal with running out of memory.
 
@@ -178,7 +178,7 @@ def _fastest(
 
 
 def choose_fixed_plan(constraints: Constraints) -> TrainPlan:
-    """The plan where there is no GPU: what the user has set, and fixed defaults for all else."""
+    """The plan where there is no GPU: the user's settings, and fixed defaults for all else."""
     return TrainPlan(
         constraints.activation_policy or "keep",
         constraints.tokens_per_microbatch,
@@ -190,7 +190,7 @@ def choose_fixed_plan(constraints: Constraints) -> TrainPlan:
 
 @dataclass(frozen=True)
 class Case:
-    """A run to plan: the model's shapes, what the run asks for, and the device's memory (None: no GPU)."""
+    """A run to plan: the model's shapes, the workload, and the device's memory (None: no GPU)."""
 
     shapes: ModelShapes
     workload: Workload
@@ -309,7 +309,7 @@ class Planner:
 
         Args:
             train_plan: the plan that the step was done with.
-            measured_bytes: its peak minus what was in use before it.
+            measured_bytes: its peak minus the bytes in use before it.
             num_tokens: tokens of its largest micro-batch.
         """
         if self._device_memory_bytes is None:

@@ -139,7 +139,7 @@ def _combinations(case: Case) -> list[tuple[OptionChange, ...]]:
 
 
 def _kinds(case: Case) -> Iterator[list[OptionChange]]:
-    """The possible changes, in lists of which at most one can be made; a remedy names them in this order."""
+    """The possible changes, in lists: at most one of each list is made. A remedy names them in this order."""
     workload, shapes = case.workload, case.shapes
     whole = () if case.constraints.shard in ("auto", "none", 1) else ("shard=auto",)
     if shapes.has_adapters and shapes.four_bit is None:
@@ -172,7 +172,8 @@ def _in_4bit(case: Case) -> Case:
 
 
 def _unset_constraints(case: Case) -> Iterator[OptionChange]:
-    """Changes that leave to the planner what the user has set, or that set it to what takes least memory."""
+    """Changes that leave an option of the user's to the planner, or set it to the value that takes least
+    memory."""
     constraints, workload = case.constraints, case.workload
     longest = workload.max_sequence_length
     if constraints.shard != "auto" and case.cluster is not None and case.cluster.num_gpus > 1:

@@ -78,7 +78,7 @@ def step_time_of(
 
 
 def step_time(shapes: ModelShapes, workload: Workload, speed: Speed, num_iterations: int) -> StepTime:
-    """Seconds of one optimizer step, without what GPUs exchange after the last micro-batch.
+    """Seconds of one optimizer step, without the exchange between GPUs after the last micro-batch.
 
     Args:
         num_iterations: how many times each completion is trained on; the rollout's time is divided among

@@ -101,7 +101,7 @@ def _moments_bytes(shapes: ModelShapes, sharding: Sharding, optim: str) -> int:
 
 
 def _share(sharding: Sharding) -> str:
-    """The words for a rank's share of what the optimizer holds."""
+    """The words for a rank's share of the optimizer's tensors."""
     parts = sharding.num_optimizer_parts * sharding.num_weight_parts
     return f", one of {parts} parts" if parts > 1 else ""
 

@@ -149,7 +149,7 @@ class Policy:
 
     @property
     def plan(self) -> TrainPlan:
-        """How the next step is cut and what it keeps; the policy alone changes it."""
+        """The plan of the next step; the policy alone changes it."""
         return self._step_plan.plan
 
     def update(
@@ -165,8 +165,8 @@ class Policy:
         the gradient of any rank is not finite, all ranks skip the step: parameters, masters, moments and
         schedule stay as they are.
 
-        If any rank runs out of memory, all repeat what they were doing, with one smaller plan. No collective
-        is begun before all ranks have what they need for it.
+        If any rank runs out of memory, all repeat their work with one smaller plan. No collective is begun
+        before all ranks have the memory for it.
 
         Args:
             keep_logprobs: whether the log-probabilities are needed, which takes the passes in any case.
@@ -255,7 +255,7 @@ class Policy:
 
         Args:
             memory: the entry "memory" of the step's `Timeline.drain`.
-            update: what the step returned.
+            update: the result of the step.
         """
         if self.planner is not None:
             self._step_plan.plan = self.planner.refined(self.plan, memory, update.largest_microbatch)
@@ -402,7 +402,7 @@ class Policy:
         return [results[i] for i in range(len(samples))]
 
     def _go_along(self) -> None:
-        """Make the passes of a micro-batch that other ranks have and this one has not."""
+        """Take part in the passes of other ranks' micro-batch, while this rank has none."""
         logprobs, _ = self._scored(self.model, None, [filler(self.device)], entropy_gradient=False)
         (0 * logprobs[0].sum()).backward()
 

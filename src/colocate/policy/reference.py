@@ -83,7 +83,7 @@ class AdapterOff:
 
 
 class FrozenAdapter:
-    """A copy of all that is trained beside a frozen base, as it was when the run began. Its values take the
+    """A copy of all trained weights over a frozen base, as they were when the run began. Its values take the
     place of the trained ones while the reference computes, so that PEFT's methods need not be known.
 
     Args:
@@ -139,7 +139,7 @@ _OTHER_STARTS = (
 
 
 def starts_as_its_base(policy_model: nn.Module) -> bool:
-    """Whether a model with a new adapter computes what it would with that adapter off, now and later.
+    """Whether switching a new adapter off gives the model's start, now and later.
 
     PiSSA and OLoRA take a part out of the base's weights, other methods have starts of their own, and biases
     that PEFT trains in place stay when it switches the adapter off.

@@ -83,7 +83,7 @@ def metric_chart(
 
     Args:
         log: use a logarithmic axis if the values span enough powers of ten.
-        noisy: False: the values are a setting, of which a mean would be wrong.
+        noisy: False: the values are a setting, which must not be averaged.
         around: values that the axis shows in any case, so that noise does not look like a signal.
     """
     curves = [curve for curve in curves if _has_data(run.metric(curve.metric))]

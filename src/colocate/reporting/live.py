@@ -70,7 +70,7 @@ class LiveReport:
 class ReportServer(ThreadingHTTPServer):
     """A server of the page on 127.0.0.1, which is to be started by `serve_forever`.
 
-    The page has a secret path, as other users of this machine reach the port, too.
+    The page has a secret path, as other users of this machine can reach the port.
 
     Attributes:
         url: the page's address.

@@ -99,7 +99,7 @@ def _head_phases(plot: Plot, by_step: list[list[dict]]) -> dict[str, float]:
 def _draw_stack(
     plot: Plot, span: dict, stack: dict[str, float], colors: dict[str, str], names: Sequence[str]
 ) -> None:
-    """Draw a phase of which only its fullest moment is known."""
+    """Draw a phase by its fullest moment, if no others are known."""
     base = 0.0
     for name in names:
         if stack.get(name, 0.0) > 0:

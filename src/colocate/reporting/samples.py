@@ -57,7 +57,7 @@ def _of_tables(directory: Path) -> list[dict[str, Any]]:
 
 
 def with_groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number the groups of each step: completions of one prompt are one."""
+    """Number the groups of each step: completions of one prompt form a group."""
     groups: dict[tuple[float, str], int] = {}
     last: dict[float, int] = {}
     for record in records:

@@ -49,8 +49,8 @@ def reasoning_accuracy_reward(
     """`accuracy_reward` of the text after the reasoning; 0.0 if the reasoning does not end.
 
     Args:
-        reasoning_delimiters: What may end the reasoning, in order of preference; `["</think>"]` by default.
-            The answer is what follows the last occurrence of the first delimiter in this list that occurs.
+        reasoning_delimiters: The texts that may end the reasoning, in order of preference; `["</think>"]` by
+            default. The answer is the text after the last occurrence of the first delimiter that occurs.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     judged: list[tuple[float | None, str, str]] = []

@@ -14,7 +14,7 @@ def is_too_large(parsed: Sequence[Any]) -> bool:
     """Whether any expression holds a number of more than `MAX_BITS` bits, as a tower of powers does.
 
     Args:
-        parsed: What math-verify has parsed: sympy expressions, and texts, which are never too large.
+        parsed: The results of math-verify: sympy expressions, and texts, which are never too large.
     """
     return any(_bits(item) > MAX_BITS for item in parsed if not isinstance(item, str))
 

@@ -38,7 +38,7 @@ def readable(text: str) -> str:
 
 
 def final_answer(solution: str) -> str:
-    """The answer of a solution: what follows GSM8K's ####, or the last Chinese answer; else all of it."""
+    """The answer of a solution: the text after GSM8K's ####, or the last Chinese answer; else all of it."""
     _, separator, answer = _in_half_width(solution).rpartition(_GSM8K)
     answers = [] if separator else list(_ANSWER.finditer(answer))
     return f"${_value(answers[-1])}$" if answers else answer

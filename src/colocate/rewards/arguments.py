@@ -96,8 +96,7 @@ def check_columns(
 
 
 def _remedy(missing: Sequence[str], columns: Collection[str], only_prompts: bool) -> str:
-    """Advice about arguments that are missing: what there is in their place, and what to do, up to "or
-    give"."""
+    """Advice about missing arguments: the columns that there are, and what to do, up to "or give"."""
     if all(f"{name}s" in _ALWAYS_GIVEN for name in missing):
         plurals = " and ".join(repr(f"{name}s") for name in missing)
         return f"functions get {plurals}, a list with one value per completion. Take that name, or give"

@@ -35,7 +35,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class RewardTable:
-    """The rewards of N completions by F functions, and what the functions logged."""
+    """The rewards of N completions by F functions, and the functions' logs."""
 
     rewards: Tensor
     """[N, F] rewards, float32 on the CPU; NaN where a function returned None."""

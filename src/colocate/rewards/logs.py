@@ -1,5 +1,4 @@
-"""Collects what reward functions log in addition to rewards: columns of the completions table, and
-metrics."""
+"""Collects the logs of reward functions besides rewards: columns of the completions table, and metrics."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Call:
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts are completed, each `n` times."""
+        """The number of prompts that are completed, each `n` times."""
         return 1
 
 

@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it ended at a stop text, of which the engine knows nothing."""
+        """Whether it ended at a stop text, which the engine does not know."""
         return self._stream.is_stopped
 
     @property

@@ -116,7 +116,7 @@ class _Batch:
 
 
 class Driver:
-    """Hands requests to an engine that is awake, and hands out what it draws.
+    """Hands requests to an engine that is awake, and hands out the tokens that it draws.
 
     `ask`, `cancel` and `wake` may be called by any thread, everything else by the engine's alone.
     """
@@ -301,7 +301,7 @@ class Driver:
             job.put(Begun())
 
     def _tell(self, number: int, running: _Running) -> None:
-        """Hand out what a turn under way has drawn."""
+        """Hand out the tokens that a turn under way has drawn."""
         token_ids, logprobs = self._engine.progress(number, len(running.sent))
         if token_ids:
             running.sent += token_ids

@@ -107,7 +107,7 @@ class Stepper:
             self._probe()
 
     def end(self, error: BaseException) -> Refusal:
-        """Note that the thread ends by an error, and tell all requests. Returns what they are told."""
+        """Note that the thread ends by an error, and end all requests. Returns their error."""
         logger.error("The engine's thread has ended by an error.", exc_info=error)
         self._failure = (
             f"The engine has ended by an error ({type(error).__name__}). The server's log says more. Start "
@@ -182,7 +182,7 @@ class EngineThread:
         self._stepper.step(IDLE_S)
 
     def _shut_down(self) -> Refusal:
-        """End all requests of the driver; returns what those who ask from now on are told."""
+        """End all requests of the driver; returns the error for later ones."""
         refusal = busy("The service is being shut down.", 30)
         self._driver.fail(refusal)
         return refusal

@@ -1,4 +1,4 @@
-"""The fields of a request's body: each is taken once, and what is left over is refused by name."""
+"""The fields of a request's body: each is taken once, and fields left over are refused by name."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Fields:
 
 
 def check_json(value: Any, where: str = "") -> None:
-    """Refuse text that cannot be written as UTF-8, numbers beyond those of 64 bits, and what is nested more
-    deeply than `MAX_DEPTH`. Takes time in proportion to the value's size.
+    """Refuse text that cannot be written as UTF-8, numbers beyond those of 64 bits, and nesting deeper than
+    `MAX_DEPTH`. Takes time in proportion to the value's size.
 
     Raises:
         Refusal: the value is or holds such; it stands at `where`.

@@ -111,7 +111,7 @@ class StatelessHandler:
         return DrawRequest(prompt, self.sampling(call))
 
     def sampling(self, call: Call) -> SamplingParams:
-        """How the tokens of a call are drawn."""
+        """The sampling parameters of a call."""
         stops = self._texts.stop_token_ids
         most = min(self.max_len, 2**31 - 1)
         return SamplingParams(max_tokens=most, stop_token_ids=stops, seed=_SEED, **call.sampling)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass
 class _ReadTask:
-    """The work for one body, and who waits for it."""
+    """The work for one body, and the future that its caller awaits."""
 
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop

@@ -45,7 +45,7 @@ class Refusal(Exception):
 
 
 def too_long(field: str, why: str) -> Refusal:
-    """The refusal of a prompt, in a field of the request, that leaves no room for what is asked."""
+    """The refusal of a prompt, in a field of the request, that leaves no room for the completion."""
     why = f"{why} Shorten the {field} or lower max_tokens."
     return Refusal(400, why, param=field, code="context_length_exceeded")
 

@@ -94,6 +94,6 @@ class TextStream:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`, but not all of it."""
+    """The number of characters at the end of `text` that may be a beginning of `mark`, but not all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

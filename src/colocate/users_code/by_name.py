@@ -121,7 +121,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _calls_exit(module: Path | str, error: SystemExit) -> str:
-    """A message about a module that ends the process which imports it, whatever the status."""
+    """A message about a module that ends the process which imports it, with any status."""
     return (
         f"{module} calls exit() when it is imported, at {place_of_exit(error)}. Let it define functions, "
         'and put what is to run as a script under `if __name__ == "__main__":`.'

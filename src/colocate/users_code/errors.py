@@ -17,8 +17,8 @@ class RewardError(ValueError):
 
 
 class RewardTimeout(BaseException):
-    """Raised within a reward function that takes too long; `blaming` turns it into a RewardError. A tool that
-    takes too long is interrupted by it, too.
+    """Raised within a reward function that takes too long; `blaming` turns it into a RewardError. It also
+    interrupts a tool that takes too long.
 
     It is not an Exception, because functions that execute code catch `Exception`.
 
@@ -44,7 +44,7 @@ def blaming(
     """Turn an exception in a function into a RewardError that names the function and, if known, the
     completion.
 
-    SystemExit is treated as an error, too: a completion whose code is executed may call `exit()`, and the run
+    SystemExit is also treated as an error: a completion whose code is executed may call `exit()`, and the run
     must not end with status 0. KeyboardInterrupt comes from the user and is passed on.
 
     Args:

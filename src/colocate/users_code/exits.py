@@ -19,7 +19,7 @@ _process_id = 0
 
 
 class LoudExits(contextlib.ContextDecorator):
-    """Lets `os._exit` in this process say who called it, and end the process with a status that is not 0.
+    """Makes `os._exit` in this process name its caller, and end the process with a status that is not 0.
 
     Nothing runs after `os._exit`: no handler, no `finally`. With status 0 a scheduler would take the run for
     finished. Forked children end with the status that they ask for. Contexts may be nested.

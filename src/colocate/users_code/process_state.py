@@ -116,7 +116,7 @@ def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _reopen(name: str) -> bool:
-    """Open a standard stream again if it is closed, for all who hold it, or gone; returns whether it was."""
+    """Open a standard stream again if it is closed or gone, for all its holders; returns whether it was."""
     stream = getattr(sys, name)
     if stream is None and (original := getattr(sys, f"__{name}__")) is not None:
         setattr(sys, name, original)

@@ -45,7 +45,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Experts:
-    """How a parameter holds the matrices of E experts."""
+    """The way in which a parameter holds the matrices of E experts."""
 
     num_experts: int
     is_transposed: bool
@@ -151,7 +151,7 @@ class SavedAdapter:
 
 
 def read_adapter(name: str) -> SavedAdapter:
-    """Read what an adapter consists of; its tensors stay on the disk.
+    """Read an adapter's configuration and headers; its tensors stay on the disk.
 
     Args:
         name: its directory, or its name on the Hub.
@@ -203,7 +203,7 @@ def read_adapter(name: str) -> SavedAdapter:
 
 
 def note_base(directory: Path, base: str, revision: str | None = None) -> None:
-    """Write down beside an adapter which weights it was trained on, so that it is never put onto others.
+    """Note next to an adapter the weights that it was trained on, so that it is never put onto others.
 
     Nothing is written where the base's files are not found: it may have been made in Python.
     """

@@ -35,8 +35,8 @@ class Adapter:
     def add_to(self, output: Tensor, x: Tensor) -> None:
         """Add the update for `x` [T, in] to `output` [T, out] in place, in x's type.
 
-        Where x has a 16-bit type, three things are rounded to it: A and B, then t = A x, then
-        output + scaling * B t. Sums are in float32. The trainer's forward rounds at these three places, too.
+        Where x has a 16-bit type, three things are rounded to it: A and B, then t = A x, then output +
+        scaling * B t. Sums are in float32. The trainer's forward rounds at the same three places.
         """
         t = F.linear(x, self.a.to(x.dtype))
         output.addmm_(t, self.b.to(x.dtype).t(), alpha=self.scaling)

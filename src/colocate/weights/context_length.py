@@ -46,9 +46,9 @@ def longest_context(config: Any) -> LongestContext:
     """The limit of a model's configuration.
 
     With RoPE of the type "longrope" one sequence beyond `original_max_position_embeddings` switches the
-    factors of every token in its batch, of keys that are cached, too: a cached decode, a batch and a single
-    sequence would disagree about the same tokens (LongRoPE, Ding et al. 2024, arXiv:2402.13753, has two sets
-    of factors, and transformers takes one of them by the longest sequence of a batch).
+    factors of every token in its batch, also of cached keys: a cached decode, a batch and a single sequence
+    would disagree about the same tokens (LongRoPE, Ding et al. 2024, arXiv:2402.13753, has two sets of
+    factors, and transformers takes one of them by the longest sequence of a batch).
     """
     text = config.get_text_config()
     originals = [

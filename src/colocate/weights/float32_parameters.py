@@ -2,7 +2,7 @@
 
 Routers of mixtures of experts choose by differences that bfloat16 rounds away, and so do the decay rates of
 some recurrent layers. Their classes say so in `_keep_in_fp32_modules_strict`, which `from_pretrained` heeds.
-Names in `_keep_in_fp32_modules` stay in float32 beside float16 only, so that they do not count here.
+Names in `_keep_in_fp32_modules` stay in float32 in models of float16 only, so they do not count here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from colocate.weights.layouts import causal_lm
 
 
 def kept_in_float32(model: nn.Module) -> set[nn.Parameter]:
-    """The base model's parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in float32, of whatever
-    type they are now. Adapters' are never among them."""
+    """The base model's parameters that `from_pretrained(dtype=torch.bfloat16)` leaves in float32, whichever
+    type they have now. Adapters' are never among them."""
     lm: Any = causal_lm(model)
     patterns = [name.replace("*", ".*") for name in getattr(lm, "_keep_in_fp32_modules_strict", None) or ()]
     if not patterns:

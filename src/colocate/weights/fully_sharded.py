@@ -2,9 +2,10 @@
 
 Nothing is known of such a model but its blocks. Rank r of t keeps the r-th chunk of every parameter's rows,
 as `torch.chunk` cuts them, and a block's parameters are gathered whole while the block computes, forward and
-again backward (PyTorch FSDP, Zhao et al. 2023, arXiv:2304.11277). What is outside of the blocks (embeddings,
-the last norm, the head) is gathered for a whole pass. LoRA adapters stay whole on every rank, and so do the
-few parameters that are float32 in a model of bfloat16 (`float32_parameters`): FSDP2 takes one type.
+again backward (PyTorch FSDP, Zhao et al. 2023, arXiv:2304.11277). Parameters outside of the blocks
+(embeddings, the last norm, the head) are gathered for a whole pass. LoRA adapters stay whole on every rank,
+and so do the few parameters that are float32 in a model of bfloat16 (`float32_parameters`): FSDP2 takes one
+type.
 
 All ranks that share the weights make the same forward and backward passes. One that fails in a pass leaves
 the others waiting, so that its error must end the run.
@@ -98,7 +99,7 @@ def copy_sharded(model: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class _Origin:
-    """How a model was split."""
+    """The way in which a model was split."""
 
     blank: nn.Module
     """The model as it was before, without weights: its parameters are on the meta device, its buffers are

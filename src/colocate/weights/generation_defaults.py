@@ -21,8 +21,8 @@ def make_savable(lm: Any) -> None:
     """Put a copy in the place of a `generation_config` that could not be saved, and say what differs.
 
     Training does not read these values, but the first save, after all work until then, would fail. A
-    temperature or another filter asks for sampling, so that `do_sample=True` is added; what contradicts other
-    values even then is left out.
+    temperature or another filter asks for sampling, so that `do_sample=True` is added; values that contradict
+    others even then are left out.
     """
     if not lm.can_generate() or _is_savable(lm.generation_config):
         return

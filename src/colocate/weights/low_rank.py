@@ -17,8 +17,8 @@ class LowRank:
 
         block i = scalings[i] * reduced[i] factors[i]^T
 
-    The factors are a few MB where the sum would be hundreds: whoever reads the product anyway can add it on
-    the way, instead of a pass over the product just for that.
+    The factors are a few MB where the sum would be hundreds: a kernel that reads the product anyway can add
+    it on the way, without a pass of its own over the product.
     """
 
     reduced: tuple[Tensor, ...]

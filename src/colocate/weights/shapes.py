@@ -86,7 +86,7 @@ class ModelShapes:
     ) -> ModelShapes:
         """The sizes of a model, which may be loaded or on the meta device.
 
-        Of a model that holds a part of its weights they are those of the whole (`ModelShapes.part`).
+        If the model holds a part of its weights, they are the sizes of the whole (`ModelShapes.part`).
 
         Args:
             lora, four_bit: adapters, and the quantisation, that the model will get and does not have yet.
@@ -154,7 +154,7 @@ class ModelShapes:
         )
 
     def part(self, num_parts: int) -> ModelShapes:
-        """The sizes of what a rank holds of a model whose weights are split over `num_parts` ranks.
+        """The sizes of one rank's part of a model whose weights are split over `num_parts` ranks.
 
         Every matrix is split, by heads, by the MLP's width or by the vocabulary; norms and biases count
         whole, and so do adapters, which every rank has; the second copy that a rollout keeps of them is
@@ -223,7 +223,7 @@ class ModelShapes:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`; in 8 bits
-        each head has an exponent, too."""
+        plus an exponent for each head."""
         exponents = self.num_kv_heads if dtype == torch.float8_e4m3fn else 0
         return 2 * self.num_layers * (self.kv_size * dtype.itemsize + exponents)
 

@@ -113,7 +113,7 @@ def _updates_of_parameters(
 
 
 class _Files:
-    """How a model's parameters lie in certain files."""
+    """The layout of a model's parameters in certain files."""
 
     def __init__(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
         self._model = model

@@ -1,6 +1,6 @@
-"""The safetensors files of a checkpoint, in a directory or in the Hub's cache, and what their headers say.
+"""The safetensors files of a checkpoint, in a directory or in the Hub's cache, and their headers.
 
-No tensor is read to answer what a checkpoint has: a file begins with a header of names, types and shapes.
+No tensor is read to list a checkpoint's tensors: a file begins with a header of names, types and shapes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def header_of(path: Path) -> dict[str, StoredTensor]:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash by which two copies of a model's weights are known as equal, however they are cut into files.
+    """A hash that is equal for two copies of a model's weights, however they are cut into files.
 
     It covers every tensor's name, type and shape, and the 4 KiB in the middle of its values, so that it takes
     milliseconds and not the minutes that reading the weights would. Training changes nearly every weight:

@@ -32,7 +32,7 @@ from colocate.weights.quantized import is_4bit
 
 @dataclass(frozen=True)
 class Split:
-    """How one parameter is split."""
+    """The split of one parameter."""
 
     dim: Literal[0, 1] | None
     """0: by rows; 1: by columns, and its part is stored transposed; None: every rank holds all of it."""
@@ -56,8 +56,8 @@ class Split:
 
 @dataclass(frozen=True)
 class RowChunk(Split):
-    """How FSDP2 splits a parameter: by rows as `torch.chunk` cuts them, so that the last parts may have fewer
-    rows, or none."""
+    """The split of a parameter by FSDP2: by rows as `torch.chunk` cuts them, so that the last parts may have
+    fewer rows, or none."""
 
     shape: torch.Size
     """The shape of the whole parameter."""
@@ -76,7 +76,7 @@ UNSPLIT = Split(None, WHOLE)
 
 
 def splits_of(model: nn.Module) -> dict[str, Split]:
-    """How every parameter of `model.named_parameters()` is split, by its name.
+    """The split of every parameter of `model.named_parameters()`, by its name.
 
     In a model whose weights were not split every part is the whole.
     """
@@ -232,7 +232,7 @@ def _refuse_forward(model: Any, *_: Any) -> None:
 
 
 def refuse_saving(part: WeightPart, *_: Any, **__: Any) -> None:
-    """Raise an error, in the place of `save_pretrained`, which would write a part as if it were the whole."""
+    """Raise an error instead of `save_pretrained`, which would write a part as if it were the whole."""
     raise RuntimeError(
         f"This process has one of {part.count} parts of the model's weights (shard). Save them with "
         "trainer.save_model(), which all processes must call."
@@ -247,7 +247,7 @@ def _keep_rows(parameters: Sequence[Tensor], part: WeightPart) -> None:
 
 
 def _split_parameters(layout: Layout) -> Iterator[tuple[Tensor, Literal[0, 1]]]:
-    """The parameters of which each rank holds a part, with the dimension that is split."""
+    """The parameters that are split over ranks, with the dimension that is split."""
     for layer in layout.layers:
         for modules in layer.projection_groups():
             is_row_parallel = len(modules) == 1

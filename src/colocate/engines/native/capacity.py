@@ -1,4 +1,4 @@
-"""How large the KV cache of a rollout should be, and how large it can be."""
+"""The size of a rollout's KV cache: how large it should be, and how large it can be."""
 
 from __future__ import annotations
 
@@ -84,12 +84,13 @@ def take_weights(
 ) -> None:
     """Take memory for weights that a rollout does not read from the trainer, before the cache takes pages.
 
-    They are the adapters' A beside split weights, or the dequantised weights of a model with 4-bit weights.
+    They are copies of the adapters' A if the weights are split, or the dequantised weights of a model in 4
+    bits.
 
-    Memory for a copy of all weights is taken if the cache can still have `wanted_pages` beside it. It is also
-    taken if the cache can have `needed_pages` and is large enough that the copy is faster all the same (see
-    `COPY_BREAK_EVEN`). Otherwise there is memory for one weight at a time. Pages that the cache kept during
-    sleep are given up where the weights need the memory.
+    Memory for a copy of all weights is taken if there is still room for `wanted_pages` of the cache. It is
+    also taken if the cache can have `needed_pages` and is large enough that the copy is faster all the same
+    (see `COPY_BREAK_EVEN`). Otherwise there is memory for one weight at a time. Pages that the cache kept
+    during sleep are given up where the weights need the memory.
 
     Args:
         kv_dtype: the type of keys and values in the cache.
@@ -167,7 +168,8 @@ def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch
 
 
 def _pages_within(num_bytes: float, cache: KVCache, dtype: torch.dtype, device: torch.device) -> int:
-    """Pages of the cache that fit into `num_bytes` beside its scratch; on a GPU memory comes in handles."""
+    """Pages of the cache that fit into `num_bytes` together with its scratch; on a GPU memory comes in
+    handles."""
     unit_bytes = HANDLE_BYTES if device.type == "cuda" else 1
     whole_bytes = int(num_bytes) // unit_bytes * unit_bytes
     return max(0, whole_bytes - cache.scratch_bytes) // cache.page_bytes(dtype)

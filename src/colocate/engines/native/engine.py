@@ -70,7 +70,7 @@ class NativeEngine(BaseEngine):
             as large as its rollout can use. In both cases free memory is the limit.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         rollout_precision: "bf16": the model's own type. "fp8_kv": keys and values are stored in 8 bits.
-            "fp8": products with q, k, v, gate, up and down are in 8 bits, too (`EightBitWeights`).
+            "fp8": products with q, k, v, gate, up and down are also in 8 bits (`EightBitWeights`).
 
     Raises:
         ValueError: the model has no layout, a size is out of range, or `group` has not one rank for each part
@@ -339,7 +339,8 @@ class NativeEngine(BaseEngine):
         return rollout
 
     def _suspend(self) -> None:
-        """End the rollout: the next `poll` recomputes its sequences, but for what the cache still has."""
+        """End the rollout: the next `poll` recomputes its sequences, except for pages that the cache still
+        has."""
         if self._rollout is not None:
             self._rollout.close()
             self._submissions.end_turns(self.policy_version)

@@ -154,7 +154,7 @@ def _rollout_weights_row(
     shapes: ModelShapes, workload: Workload, usable_bytes: int | None
 ) -> MemoryRow | None:
     """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
-    the adapters' A beside split weights; or of the weights that are gathered."""
+    the copies of the adapters' A, if weights are split; or of the weights that are gathered."""
     b = workload.parameter_dtype.itemsize
     if workload.sharding.gathers:
         how = f"{shapes.num_parameters:,} parameters × {b} B"

@@ -87,7 +87,7 @@ class GatheredWeights:
             self._arena.resize(0)
 
     def close(self) -> None:
-        """Give the memory back, and on a GPU the reserved addresses, too."""
+        """Give the memory back and, on a GPU, the reserved addresses."""
         self.free()
         if self._arena is not None:
             self._arena.close()

@@ -19,7 +19,7 @@ class KeptPages:
     two, and keeps it for the next copies when these are given up.
 
     Args:
-        salt: what the keys and values depend on besides tokens. See `PrefixCache`.
+        salt: names all but tokens that keys and values depend on. See `PrefixCache`.
     """
 
     def __init__(self, cache: KVCache, numbers: Sequence[int], salt: bytes) -> None:
@@ -41,7 +41,7 @@ class KeptPages:
 
 
 class HostRoom:
-    """How much of the host's memory copies of pages may take.
+    """The host memory that copies of pages may take.
 
     The allocator of pinned memory keeps the memory of the largest copies, so only bytes beyond that are taken
     from the host.

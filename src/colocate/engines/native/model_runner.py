@@ -221,7 +221,7 @@ class ModelRunner:
 def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[ContextPiece]]:
     """The uncached tokens of the items, in order, in packs of up to `max_tokens`.
 
-    The tokens that a pack's queries see are bounded, too, where it has several pieces, because a GPU gathers
+    If a pack has several pieces, the tokens that its queries see are also bounded, because a GPU gathers
     their keys and values. Turns of long episodes add few tokens each and see many.
     """
     pack: list[ContextPiece] = []

@@ -37,7 +37,7 @@ class PagePool:
         return bool(self._names)
 
     def resize(self, num_pages: int) -> None:
-        """Have `num_pages` pages, of which nobody holds any. Pages that are not new keep their names."""
+        """Change the number of pages while nobody holds any. Old pages keep their names."""
         assert self.num_free == self.num_pages, f"{self.num_pages - self.num_free} pages are held"
         for page in [page for page in self._findable if page >= num_pages]:
             del self._findable[page]

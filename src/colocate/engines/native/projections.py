@@ -53,7 +53,7 @@ class Projection:
     ) -> Tensor | ScaledRows:
         """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2].
 
-        With `in_8bit` the layer that reads it takes it in 8 bits, too.
+        With `in_8bit` the result is in 8 bits, as the layer that reads it needs it.
         """
         return backend.gated_linear(activation, x, self._adapted(), in_8bit=in_8bit)
 

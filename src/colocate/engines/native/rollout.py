@@ -26,8 +26,8 @@ class Rollout:
     sequence has finished idles until the host has read its last token and removes it.
 
     Args:
-        salt: what keys and values depend on besides tokens. See `PrefixCache`.
-        finished: where sequences are put whose turn has ended. It outlives the rollout.
+        salt: names all but tokens that keys and values depend on. See `PrefixCache`.
+        finished: receives the sequences whose turn has ended. It outlives the rollout.
         counts: where tokens are counted when the host has read them.
     """
 
@@ -97,7 +97,7 @@ class Rollout:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Start what can start, launch a window of steps and read the one before."""
+        """Start sequences that can start, launch a window of steps and read the one before."""
         self._admit()
         num_steps = self._reserve()
         if num_steps:

@@ -3,8 +3,8 @@
 LoRA adapters compute W x + s B (A x). On a GPU their A are stored as further rows below W, rounded to W's
 type when a rollout begins, so that one product computes W x and every A x. A product with A alone would take
 a decode step as long as a product with small weights, and A has a few hundredths of W's bytes. Where ranks
-split the weights, training gathers W's parts and there is no room below them: what the rank needs of each A
-is copied to a place of its own when a rollout begins, and a projection takes one more product.
+split the weights, training gathers W's parts and there is no room below them: the rank's part of each A is
+copied to memory of its own when a rollout begins, and a projection takes one more product.
 
 A product that unpacks 4-bit codes on the way is slower than one that reads 16-bit weights if it has more than
 some tens of rows. So a rollout multiplies with dequantised weights, which it makes in one of two ways:
@@ -13,8 +13,8 @@ some tens of rows. So a rollout multiplies with dequantised weights, which it ma
     one by one  each weight before every product with it, all in one place as large as the largest (0.2 GB)
 
 For each byte of dequantised weights a step moves one byte with the copy (it reads it), and 2.25 bytes one by
-one (it reads a quarter as codes, writes one and reads it). The memory, also that of A beside split weights,
-is an arena like the cache's, so captured graphs find the same addresses in every rollout.
+one (it reads a quarter as codes, writes one and reads it). The memory, that of such copies of A included, is
+an arena like the cache's, so captured graphs find the same addresses in every rollout.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WeightMemory(Generic[Place]):
         return 0 if self._storage is None else self._storage.nbytes
 
     def _take(self, num_bytes: int, device: torch.device) -> None:
-        """Take so many bytes; what was taken before stays taken if that fails."""
+        """Take `num_bytes`; memory taken before stays taken if that fails."""
         if device.type != "cuda":
             if self._arena is not None or self.num_bytes != num_bytes:
                 self.close()
@@ -132,7 +132,7 @@ class WeightMemory(Generic[Place]):
         self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
 
     def close(self) -> None:
-        """Give the memory back, and on a GPU the reserved addresses, too."""
+        """Give the memory back and, on a GPU, the reserved addresses."""
         if self._arena is not None:
             self._arena.close()
         self._arena = self._storage = None
@@ -140,10 +140,11 @@ class WeightMemory(Generic[Place]):
 
 
 class RolloutWeights(WeightMemory[Tensor]):
-    """Where a rollout finds its weights: the trainer's, dequantised ones, and adapters' A beside split ones.
+    """The weights that a rollout reads: the trainer's, dequantised ones, and copies of adapters' A.
 
     Args:
-        stacks_adapters: the adapters' A lie below the weights, or beside them if ranks split the weights.
+        stacks_adapters: the adapters' A lie below the weights, or in memory of their own if ranks split the
+            weights.
     """
 
     def __init__(self, *, stacks_adapters: bool) -> None:
@@ -162,7 +163,8 @@ class RolloutWeights(WeightMemory[Tensor]):
         self.is_copy = is_copy
 
     def prepare(self, layout: Layout) -> None:
-        """Give each group that needs one its place, fill the copy if there is one, and copy the adapters' A.
+        """Assign memory to each group that needs some, fill the copy if there is one, and copy the adapters'
+        A.
 
         Every rollout makes the copy anew, which takes milliseconds. So weights that were replaced since the
         last rollout (adapters were merged or trained, a checkpoint was loaded) are not missed.
@@ -204,8 +206,8 @@ class RolloutWeights(WeightMemory[Tensor]):
         return ProjectionWeight(stacked, stack)
 
     def needed_bytes(self, layout: Layout, *, is_copy: bool) -> int:
-        """Bytes for a copy of all projections with 4-bit weights, or for the largest one; for a copy of what
-        this rank needs of the adapters' A beside split weights; 0: a rollout reads the trainer's own."""
+        """Bytes for a copy of all 4-bit projections or of the largest one, and for this rank's part of the
+        adapters' A if the weights are split. 0: a rollout reads the trainer's own."""
         sizes = [self._num_bytes(modules, layout) for modules in _groups(layout)]
         return sum(map(aligned, sizes)) if is_copy else max(sizes, default=0)
 

@@ -177,7 +177,7 @@ class Scheduler:
     def finish(self, rows: SequenceABC[int]) -> None:
         """Free the rows of sequences whose turn has ended; the sequences behind them move up.
 
-        Those that are not kept give their pages back, too.
+        Sequences that are not kept also give their pages back.
         """
         for row in rows:
             sequence = self.running[row]
@@ -256,8 +256,9 @@ class Scheduler:
         ]
 
     def _try_start(self, sequence: Sequence, admission: Admission, *, force: bool) -> bool:
-        """Give a waiting sequence its pages, and note its prefills and copies; False, with nothing changed
-        but what `force` drops (retained prompts, idle pages; nothing runs), if too few are free."""
+        """Give a waiting sequence its pages, and note its prefills and copies; False if too few pages are
+        free: then nothing has changed, except that `force` drops retained prompts and idle pages if nothing
+        runs."""
         if sequence.is_fresh:
             start = self._start_fresh
         else:
@@ -317,7 +318,7 @@ class Scheduler:
         """Start a preempted sequence again by a prefill of prompt and tokens; see `_try_start`.
 
         It shares the prompt's full pages, if its group has them, and those that the prefix cache finds, and
-        prefills only what follows.
+        prefills only the rest.
         """
         if force:
             self._drop_retained()

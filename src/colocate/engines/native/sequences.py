@@ -1,4 +1,4 @@
-"""Sequences and the groups of sequences that have a prompt in common: what the scheduler moves about."""
+"""Sequences, and groups of sequences with one prompt, as the scheduler handles them."""
 
 from __future__ import annotations
 

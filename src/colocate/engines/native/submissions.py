@@ -34,7 +34,7 @@ class Submissions:
 
     @property
     def sampling(self) -> SamplingParams | None:
-        """How the tokens of the sequences are drawn; None: there are no sequences."""
+        """The sampling parameters of the sequences; None: there are no sequences."""
         return self._sampling if self.sequences else None
 
     @property

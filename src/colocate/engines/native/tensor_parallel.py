@@ -4,12 +4,13 @@ Every rank runs the same scheduler on the same prompts, those of all ranks, and 
 multiplies with its own heads, its own columns of the MLP and its own tokens of the vocabulary, and its KV
 cache holds the keys and values of its own heads. Two sums a layer make the hidden states whole, and one
 exchange of four numbers per row draws the token (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053; Pope et
-al. 2022, arXiv:2211.05102). Nobody tells the others what to do next: all that a decision depends on is equal
-on all ranks (prompts, tokens, the number of pages), and what may differ is agreed on before a rollout.
+al. 2022, arXiv:2211.05102). No rank directs the others: decisions depend only on values that are equal on all
+ranks (prompts, tokens, the number of pages); values that may differ are agreed on before a rollout.
 
 A rank that runs out of memory may not leave the others waiting in a sum. Within `attempt` it goes on with
-results that mean nothing, and the next `least` raises the error on all ranks. This holds for what takes much
-memory: the cache, prefills and graphs. Elsewhere a shortage ends the rank, and with it the run (`together`).
+results that mean nothing, and the next `least` raises the error on all ranks. This holds where much memory is
+taken: for the cache, prefills and graphs. Elsewhere a shortage ends the rank, and with it the run
+(`together`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class OneRank:
         return value
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, in which this rank meets the others."""
+        """The result of `work`, in which all ranks take part."""
         return work()
 
     def share(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[list[Prompt], slice]:

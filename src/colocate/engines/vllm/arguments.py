@@ -107,7 +107,7 @@ def memory_share(
     vLLM counts only memory that it takes after its start, so memory in use before is the trainer's.
 
     Args:
-        engine, option: what the memory is for, and what sets the share instead.
+        engine, option: the use of the memory, and the option that sets the share instead.
 
     Raises:
         ValueError: no memory is left for the engine.

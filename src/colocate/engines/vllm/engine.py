@@ -69,7 +69,7 @@ class VLLMEngine(TurnEngine):
     Otherwise vLLM has a copy. It is read from `model`, with adapters merged, when the engine wakes up, or in
     `update_weights` if it is awake.
 
-    What vLLM's start changes in the process (random states, precision, environment) is put back afterwards.
+    The state of the process that vLLM's start changes (random states, precision, environment) is restored.
 
     Args:
         model: a Hugging Face causal language model, or a PEFT model around one, on the device to use. It must
@@ -79,7 +79,7 @@ class VLLMEngine(TurnEngine):
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         tensor_parallel_size: consecutive processes that run one engine.
         gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
-            included; None: what `memory_share` says, or `MEMORY_SHARE_AWAKE` if vLLM never sleeps.
+            included; None: the result of `memory_share`, or `MEMORY_SHARE_AWAKE` if vLLM never sleeps.
         reserve_bytes: memory that the trainer will take later and hold during rollouts; read only for
             `gpu_memory_utilization=None`.
         usable_kv_cache_bytes: size of the KV cache beyond which no rollout uses it; None: unknown. A smaller

@@ -75,7 +75,7 @@ def abort_requests(llm: Any, names: list[str]) -> None:
 def counts_freed_weights() -> bool:
     """Whether this vLLM counts weights that were freed while it loaded as memory that it still has.
 
-    vLLM 0.25 does. It takes the device's memory in use, less what PyTorch has reserved, for what others use.
+    vLLM 0.25 does. It counts the device's memory in use, less PyTorch's reserved memory, as used by others.
     But when a tensor of its pools is freed, vLLM unmaps the memory, which PyTorch still counts as reserved.
     The difference is then too small by the freed weights, and vLLM makes its KV cache larger by them than
     `gpu_memory_utilization` allows.
@@ -110,7 +110,7 @@ def has_packed_head(model: Any) -> bool:
 def start_reload(worker: Any) -> None:
     """Unpack the model of a server's worker, so that `load_weights` can load weights in pieces.
 
-    vLLM's own weight-transfer engines do so, too. The model cannot run until `end_reload`.
+    vLLM's own weight-transfer engines also do so. The model cannot run until `end_reload`.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload

@@ -17,7 +17,7 @@ STEPS_PER_DRAW = 8
 class OpenTurns:
     """Turns on their way through vLLM's scheduler.
 
-    What earlier turns of an episode have computed is found again in vLLM's prefix cache, if that is on.
+    vLLM's prefix cache, if it is on, has the keys and values of an episode's earlier turns.
     """
 
     def __init__(self, llm: Any) -> None:

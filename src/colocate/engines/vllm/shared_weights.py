@@ -60,7 +60,7 @@ class WeightSource:
     is_plain: bool = False
 
     def check_in_place(self) -> None:
-        """Raises RuntimeError when the trainer's parameters are no longer what vLLM reads."""
+        """Raises RuntimeError when vLLM no longer reads the trainer's parameters."""
         advice = "Move, convert or wrap the model before the engine is made, or set vllm_weights='buckets'."
         try:
             present = vllm_views(self.model)

@@ -13,8 +13,8 @@ HINT = 'SkyRL-gym\'s environments need SkyRL-gym: pip install "skyrl-gym>=0.4"'
 class SkyRLGymEnvironment(TextEnvironment):
     """A SkyRL-gym environment, made anew for each episode, as SkyRL does.
 
-    There an action is all that the model writes in a turn; here it is the argument of the tool. What the
-    environment then says to the user is the tool's result.
+    There an action is all that the model writes in a turn; here it is the argument of the tool. The
+    environment's answer to the user is the tool's result.
 
     Args:
         environment: the name under which it is registered, such as "gsm8k_multi_turn".

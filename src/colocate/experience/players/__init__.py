@@ -1,1 +1,1 @@
-"""How completions are drawn for a rollout: single turns, episodes, agents, carry-over."""
+"""The ways to draw completions for a rollout: single turns, episodes, agents, carry-over."""

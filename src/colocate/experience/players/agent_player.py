@@ -86,7 +86,7 @@ class AgentPlayer(Player):
 
     Args:
         sampling: how tokens are drawn. Its `max_tokens` bound all tokens of a history after its prompt.
-        context_length: tokens that prompt and what follows may have together.
+        context_length: tokens that a prompt and all that follows may have together.
         timeout_s: seconds for an episode; None: no limit.
         port: where the endpoint listens; 0: at any port that is free.
         key: the key of other clients, whose calls are not recorded; None: there are none.
@@ -129,7 +129,7 @@ class AgentPlayer(Player):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the endpoint, and end what runs agents, at the end of the outermost context."""
+        """Close the endpoint and end the agents' threads and loops, at the end of the outermost context."""
         self._num_users -= 1
         if self._num_users == 0:
             self._stop()
@@ -307,7 +307,7 @@ def _digest(key: str) -> bytes:
 
 
 def _finished(session: Session, columns: Any, error: BaseException | None) -> Episode:
-    """The episode of a session that is over, with what its agent has returned or raised."""
+    """The episode of a session that is over, with its agent's result or error."""
     episode = session.episode
     if error is None and columns is not None and not isinstance(columns, dict):
         kind = type(columns).__name__

@@ -9,9 +9,9 @@ Where completions differ in length, the longest one has the device to itself at 
 A rollout ends when its own batch is complete. The batch has the same prompts as with L = 0, so none is
 favoured for its short answers. Tokens that later batches have drawn by then stay, and those batches go on
 after the update with the new weights. So a token is at most L rollouts older than the step that trains on it,
-and has the log-prob with which it was drawn, by which importance sampling divides. Over L + 1 rollouts there
-are at least as many decode steps as the longest completion has tokens: that is the price of bounding the age
-of tokens.
+and keeps the log-prob with which it was drawn, for importance sampling. Over L + 1 rollouts there are at
+least as many decode steps as the longest completion has tokens: that is the price of bounding the age of
+tokens.
 """
 
 from __future__ import annotations

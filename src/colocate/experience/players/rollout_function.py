@@ -30,7 +30,7 @@ class FunctionPlayer(Player):
     The function gets a prompt for each completion: each one as often as its group has members on this rank.
     It returns lists with one entry for each: `prompt_ids`, `completion_ids`, `logprobs` of the completion's
     tokens (numbers, or lists whose first one counts; None: there are none), maybe `env_mask`, 1 where a token
-    was sampled and 0 where it was given, and whatever else reward functions are to get.
+    was sampled and 0 where it was given, and further columns for reward functions.
 
     Args:
         func: the function.

@@ -149,8 +149,8 @@ def why_not_gate(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def why_not_fast_products(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """The reason why a rollout's products are cuBLAS's on this GPU, whatever the Triton; None: some are
-    kernels."""
+    """The reason why all products of a rollout are cuBLAS's on this GPU, with any version of Triton; None:
+    some are kernels."""
     if capability[0] != 9:
         have = ".".join(map(str, capability))
         return f"one kernel needs compute capability 9.0 (H100, H200), and this GPU has {have}"

@@ -39,7 +39,7 @@ NARROW_TILES = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the output's columns are divided."""
+    """The division of the output's columns."""
 
     num_tiles: int
     """The number of large tiles."""
@@ -128,7 +128,7 @@ def _load(ring, x, weight, narrow_weight, width, work, COLUMNS: gl.constexpr, NA
 
 @gluon.jit
 def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.constexpr):
-    """Load one tile's stages, of which `step` is the first: rows of `x`, columns of gate and up."""
+    """Load one tile's stages, from `step` on: rows of `x`, columns of gate and up."""
     for k in range(0, depth, STEP):
         rows, both, copied = next_stage(ring, step, 2 * COLUMNS)
         load_tile(x, [row, k], copied, rows)

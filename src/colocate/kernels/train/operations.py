@@ -2,10 +2,10 @@
 
 Everything here is bound by memory. On a GPU each function is one Triton kernel, which reads and writes every
 byte once; elsewhere it is a few PyTorch operations, which are also its definition: the forward functions are
-those that the native engine runs, too (`kernels.definitions`), the backward functions are below. Values are
-rounded to the model's type where the operations of transformers would store them, so that log-probs agree
-with the engine's; gradients are computed in float32 and rounded once. Forward and backward are called by
-hand: autograd does not see through kernels.
+those of the native engine (`kernels.definitions`), the backward functions are below. Values are rounded to
+the model's type where the operations of transformers would store them, so that log-probs agree with the
+engine's; gradients are computed in float32 and rounded once. Forward and backward are called by hand:
+autograd does not see through kernels.
 """
 
 from __future__ import annotations

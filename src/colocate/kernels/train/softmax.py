@@ -1,9 +1,9 @@
 """Softmax of a head's products with the hidden states, and its gradient, each in one pass over them.
 
-Both are bound by memory: [n, V] in float32 is 622 MB for 1024 tokens and a vocabulary of 152k, most of what
-the matrix product beside it reads and writes. So a logit is made of its product in registers (bias,
-scale, soft cap and temperature), the forward pass reads each product once and writes a few numbers per row,
-and the backward pass reads it once and writes the gradient in the type that the next matrix product takes.
+Both are bound by memory: [n, V] in float32 is 622 MB for 1024 tokens and a vocabulary of 152k, most of the
+traffic of the neighbouring matrix product. So a logit is made of its product in registers (bias, scale, soft
+cap and temperature), the forward pass reads each product once and writes a few numbers per row, and the
+backward pass reads it once and writes the gradient in the type that the next matrix product takes.
 
 In both, with x a product:  z = inner * (x + bias),  or with a soft cap  z = outer * tanh(inner * (x + bias)).
 """
@@ -29,7 +29,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 def num_splits(vocab_size: int) -> int:
-    """The programs that share a row in `softmax_statistics`, each of which leaves three float32 in memory."""
+    """The programs that share a row in `softmax_statistics`; each leaves three float32 in memory."""
     return triton.cdiv(vocab_size, _TILES_PER_SPLIT * _UNROLL * _LANES)
 
 

@@ -3,7 +3,7 @@
 A group of G completions of one prompt lies in the pack as G + 1 *runs*: the prompt, then the completions,
 whose positions go on where the prompt's end. Every run attends causally to itself; a completion's tokens also
 attend to the whole prompt. This computes exactly what G sequences with a copy of the prompt each would
-compute, at 1/G of the prompt's cost, and its gradients are exact, too: the prompt's keys and values collect
+compute, at 1/G of the prompt's cost, and its gradients are also exact: the prompt's keys and values collect
 the gradients of all its completions.
 
     prompts              completions of these prompts                sequences that share no prompt
@@ -162,7 +162,7 @@ def _rest(sample: Sample, first: int) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy host tensor `x` to the device, without waiting for what the device is still computing.
+    """Copy host tensor `x` to the device, without waiting for the device's work.
 
     The host would wait for a copy from pageable memory, and the device would then have nothing to do while
     the host prepares the next micro-batch. So `x` is pinned first.

@@ -1,1 +1,1 @@
-"""Checks before a run: what is trained computes what transformers computes."""
+"""Checks before a run: the trained model computes the same as transformers."""

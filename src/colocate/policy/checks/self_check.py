@@ -1,11 +1,12 @@
 """Compares the packed stack with the model's own forward pass, on a few tokens, before a run.
 
-`DecoderStack` and the native engine never call the forward of transformers' layers: they compute what those
-did when an architecture's layout was written. A later transformers, an option or a patch may compute
-something else, and engine and trainer would go on agreeing with one another. So two short sequences of one
-prompt go through both, forward and backward. Every layer starts from the model's own states, so that rounding
-does not add up over layers, and what is left of it is far below a change of the arithmetic. Both run as in
-training, where dropout acts; only LoRA's is switched off, since the stack draws its masks itself.
+`DecoderStack` and the native engine never call the forward of transformers' layers: they repeat the
+computation as it was when an architecture's layout was written. A later transformers, an option or a patch
+may compute something else, and engine and trainer would go on agreeing with one another. So two short
+sequences of one prompt go through both, forward and backward. Every layer starts from the model's own states,
+so that rounding does not add up over layers, and the remaining difference is far below a change of the
+arithmetic. Both run as in training, where dropout acts; only LoRA's is switched off, since the stack draws
+its masks itself.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
     """The compared tokens, packed, and the results of the model's own forward pass on them as padded rows:
     the outputs of embedding, layers and last norm, each [T, hidden], in one graph, and the logits [T, V].
 
-    Every output is packed and padded again on its way to the next layer, so that a shared prompt's gradient
-    is the sum over its rows in the model, too.
+    Every output is packed and padded again on its way to the next layer, so that in the model, as in the
+    stack, a shared prompt's gradient is the sum over its rows.
     """
     lm, device, vocab_size = causal_lm(model), layout.device, layout.embed_tokens.num_embeddings
     shape = num_rows, length = len(COMPLETION_TOKENS), PROMPT_TOKENS + max(COMPLETION_TOKENS)

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, without ever holding [N, V] logits.
 
-With V = 152k the logits of 16k tokens are 10 GB in fp32, more than the model. So they are made in chunks, of
-which only a few numbers per token are kept, and made again in the backward pass; the extra matrix product is
-a few per cent of a step.
+With V = 152k the logits of 16k tokens are 10 GB in fp32, more than the model. So they are made in chunks,
+only a few numbers per token are kept, and they are made again in the backward pass; the extra matrix product
+is a few per cent of a step.
 """
 
 from __future__ import annotations

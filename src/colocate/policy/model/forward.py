@@ -1,6 +1,6 @@
 """Hidden states by transformers' own modules, for models that have no layout: slower, exact for anything.
 
-The load-balancing loss of a mixture of experts' routers is here, too (Switch Transformer, arXiv:2101.03961,
+The load-balancing loss of a mixture of experts' routers is also here (Switch Transformer, arXiv:2101.03961,
 eqs. 4-6). Over the tokens of a batch, padding left out, with f_i the share of (token, choice) pairs that go
 to expert i and P_i the mean probability that the router gives it: aux_loss = E · sum_i f_i P_i. The
 architecture's own code computes it. A product of two means is no sum over tokens, so the loss of a step
@@ -67,7 +67,8 @@ def _predicting(states: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @torch.no_grad()
 def check_causal(model: torch.nn.Module) -> None:
-    """Refuse a model that is not causal: change what follows four tokens, and compare their hidden states."""
+    """Refuse a model that is not causal: change the tokens after the first four, and compare the hidden
+    states of those four."""
     lm = causal_lm(model)
     num_rows = len(lm.get_input_embeddings().weight)
     ids = torch.arange(1, 9, device=lm.device)[None].repeat(2, 1)

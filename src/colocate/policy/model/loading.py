@@ -60,7 +60,7 @@ def prepare_model(
         part: the part of the weights to keep. If possible nothing else is read (`part_loading`); otherwise
             the model is loaded whole, and split before it goes to the device. A model object may hold its
             part already (`weight_parts.random_parts`).
-        weight_mesh: of the ranks with the parts, by which a model without a layout is split
+        weight_mesh: mesh of the ranks with the parts; a model without a layout is split over it
             (`fully_sharded`).
         is_trained: refuse float16, which can generate and not be trained.
     """
@@ -120,7 +120,7 @@ def _loaded(
 def part_of_checkpoint(
     model: Any, part: WeightPart, *, bf16: bool, model_init_kwargs: Mapping[str, Any]
 ) -> PreTrainedModel | None:
-    """A model of which only `part` was read; None where it must be loaded whole.
+    """A model with only `part` of its weights read; None where it must be loaded whole.
 
     That is so for a model object, an adapter, a checkpoint that is quantised or holds more than a language
     model, and arguments that only `from_pretrained` knows; with `bf16` also for finer weights, since their

@@ -42,7 +42,7 @@ def refuse_float16(name: str, asked: str = "") -> None:
 
 
 def check_types(model: nn.Module) -> None:
-    """Refuse a model of which weights are float16, or in a format of torchao's."""
+    """Refuse a model with weights in float16, or in a format of torchao."""
     for name, parameter in model.named_parameters():
         if type(parameter.data).__module__.startswith("torchao."):
             raise ValueError(

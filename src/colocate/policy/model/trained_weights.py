@@ -13,7 +13,7 @@ from colocate.weights.quantized import is_4bit, is_repacked, keep_packing
 
 
 def check_trained_weights(model: nn.Module) -> None:
-    """Refuse a model whose weights would stay as they are, or of which only some would move."""
+    """Refuse a model with trained weights that no step would change."""
     if not hasattr(model, "peft_config"):
         _check_quantization(model)
     elif (reason := unreproducible_adapter(model)) is not None:

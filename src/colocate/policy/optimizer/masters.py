@@ -94,7 +94,7 @@ class Masters:
 
     @torch.no_grad()
     def take_parameters(self) -> None:
-        """Make the masters what the parameters are now."""
+        """Set the masters to the present parameters."""
         for name, master in self.of_low.items():
             master.copy_(self._own_rows(name))
 
@@ -190,7 +190,7 @@ class MasterShards:
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Complete contiguous tensors [rows, ...] in place, of which every rank has changed its own rows."""
+        """Complete contiguous tensors [rows, ...] in place, after every rank has changed its own rows."""
         if self._group is None:
             return
         small: dict[torch.dtype, list[Tensor]] = {}

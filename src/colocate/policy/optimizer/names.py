@@ -101,7 +101,7 @@ def check_optimizer(name: str, optim_args: str | None, target_modules: object) -
 
 
 def shortcomings(name: str) -> str | None:
-    """A line on what this optimizer, unlike others, cannot do about memory or checkpoints, or None."""
+    """A line on the limits of this optimizer in memory or checkpoints, compared with others; or None."""
     found = []
     if name in _NEEDS_MEMORY:
         found.append("needs memory to step, so that running out of it there ends the run")

@@ -265,7 +265,7 @@ class PolicyOptimizer:
         return self._splits.get(name, UNSPLIT).dim is None
 
     def _norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the gradient of which each rank has its rows, and the sum of the ranks' losses."""
+        """The norm of the gradient, whose rows are split over the ranks, and the sum of the ranks' losses."""
         assert self._mesh is not None, "shards are those of a mesh"
         leaves = self._masters.leaves
         gradients = [leaves[name].grad for name in self._parameters]

@@ -148,7 +148,7 @@ class Projection:
         return y
 
     def in_two_terms(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
-        """The output of `__call__` in two terms: the base product [T, out], and what adapters add, in
+        """The output of `__call__` in two terms: the base product [T, out], and the adapters' term, in
         factors.
 
         A kernel that reads the base product anyway can add the second term on the way, which saves a pass
@@ -272,7 +272,7 @@ class Projection:
 def _column_sum(grad: Tensor) -> Tensor:
     """The sum over the tokens of `grad` [T, out], in float32 at least.
 
-    In 16 bits on a GPU it is a product with ones, which adds in float32, too, and reads `grad` in two thirds
+    In 16 bits on a GPU it is a product with ones, which also adds in float32, and reads `grad` in two thirds
     of a reduction's time; with eight rows of ones cuBLAS is fastest.
     """
     if not grad.is_cuda or grad.element_size() > 2:

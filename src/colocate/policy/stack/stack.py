@@ -1,7 +1,7 @@
 """The decoder layers, forward and backward, on the model's own parameters.
 
-One autograd function per layer, whose backward is written out: so it is decided here, and not left to a graph
-of small operations, what a layer keeps for its backward pass and what it computes again. That is the
+One autograd function per layer, whose backward is written out: so this file, and not a graph of small
+operations, decides which tensors a layer keeps for its backward pass and which it computes again. That is the
 *activation policy*. Per token and layer, with h the hidden size, i the MLP's width, H query and K key heads
 of D values, the layer keeps
 
@@ -12,8 +12,7 @@ of D values, the layer keeps
 
 values, and 4H bytes for the log-sum-exps in the first two. Norms, rotations and activation functions are made
 again under all of them: they cost a few per cent of a step's time and more memory than all the rest. Where
-the MLP is recomputed it runs over tiles of tokens, so that what it needs at a time does not grow with the
-sequence.
+the MLP is recomputed it runs over tiles of tokens, so that its memory does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class DecoderStack:
         self._state = _state(layout, is_training=model.training)
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether a stack of `model` made now would compute what this one computes."""
+        """Whether a stack of `model` made now would compute the same."""
         layout = layout_for(model)
         return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
@@ -276,11 +275,13 @@ class DecoderLayer:
         return gradients.of(parameters)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output [T, h] for its input `x` [T, h], and what its policy keeps besides the input.
+        """The layer's output [T, h] for its input `x` [T, h], and the tensors that its policy keeps besides
+        the input.
 
         "keep" and "selective" keep (qkv, out, lse, x_mid), and "keep" also the first product of the MLP;
         "full" and "offload" keep nothing. Tensors are dropped (`del`) as soon as nothing needs them any more:
-        at its widest place, inside the MLP, the layer then holds only x_mid, y, one tile and what it keeps.
+        at its widest place, inside the MLP, the layer then holds only x_mid, y, one tile and the kept
+        tensors.
         """
         qkv, out, lse = self._attend(x, context)
         x_mid = self._o(out.flatten(1), context.seed_of(1)).add_(x)
@@ -305,8 +306,8 @@ class DecoderLayer:
     ) -> Tensor:
         """The gradient of `x` [T, h], given the output's; the parameters' gradients go into `gradients`.
 
-        It goes through the layer from its end to its beginning, and at every operation it first makes again
-        what was not kept (`kept` is what `forward` returned):
+        It goes through the layer from its end to its beginning, and at every operation it first recomputes
+        tensors that are not in `kept` (from `forward`):
 
             x_mid = x + o(out)                 made again with q/k/v and attention unless kept
             y = x_mid + mlp(norm(x_mid))       `_mlp_backward`: grad becomes the gradient of x_mid

@@ -39,8 +39,8 @@ AddGradient = Callable[[Tensor, Tensor], None]
 
 
 def gather_full(parameter: Tensor, split: Split, group: ProcessGroup) -> Tensor:
-    """The full tensor of a parameter of which each rank of `group` holds a part, contiguous or transposed,
-    or as FSDP2 splits it.
+    """The full tensor of a parameter that is split over the ranks of `group`, by rows, transposed, or as
+    FSDP2 splits it.
 
     All ranks of the group must call it together. A parameter that is not split is returned as it is.
     """
@@ -213,7 +213,7 @@ class GatheredProjection:
 
 
 def split_parameters(layer: LayerLayout) -> Iterator[Tensor]:
-    """A layer's parameters of which each rank holds a part: weights and then biases of each projection."""
+    """A layer's parameters that are split over ranks: weights and then biases of each projection."""
     for modules in layer.projection_groups():
         linears = [base_linear(module) for module in modules]
         yield from (linear.weight for linear in linears)

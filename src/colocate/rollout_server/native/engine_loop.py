@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Aborted(Exception):
-    """A request was given up before its end, with what had been drawn of it."""
+    """A request was given up before its end; it has the tokens drawn so far."""
 
 
 @dataclass(eq=False)
@@ -222,7 +222,7 @@ class EngineLoop(EngineThread):
             done.set_result(None)
 
     def _abort(self) -> None:
-        """End all requests that have begun, with what has been drawn of each."""
+        """End all requests that have begun, with the tokens drawn so far."""
         self._driver.fail(Aborted())
 
     def _resume(self) -> None:

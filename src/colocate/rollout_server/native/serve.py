@@ -53,7 +53,7 @@ class RolloutServer:
     """A model, its engine, and the HTTP server in front of it.
 
     Args:
-        model: the model's directory, or its name on the Hub, of which the configuration alone is read.
+        model: the model's directory, or its name on the Hub; only its configuration is read.
         listening: see `bound_socket`. It is closed with the server.
         key: the server's key.
 

@@ -79,7 +79,7 @@ class _HttpCall:
         self._is_cancelled.wait(delay_s)
 
     def check(self, asked: str) -> None:
-        """Raises CancelledError if the call, for what was `asked`, was cancelled."""
+        """Raises CancelledError, naming the request `asked`, if the call was cancelled."""
         if self._is_cancelled.is_set():
             raise CancelledError(f"{asked} was cancelled.")
 
@@ -165,7 +165,7 @@ class HttpClient:
         parse: Callable[[Any], T],
         max_attempts: int | None = None,
     ) -> T:
-        """Send one request and return what `parse` makes of the JSON that comes back.
+        """Send one request and return the result of `parse` for the JSON of the answer.
 
         Args:
             body: sent as JSON; None: the request has no body.

@@ -230,7 +230,7 @@ class RolloutServerEngine(TurnEngine):
         return self._client.base_url
 
     def is_back(self) -> bool:
-        """Whether the server, which was lost, answers again, and its workers, too. Any thread may ask."""
+        """Whether the lost server and its workers answer again. Any thread may call this."""
         try:
             self._ask("/health", max_attempts=1)
             self._workers.describe(deadline_s=self._timeouts.answer_s)
@@ -461,7 +461,7 @@ class RolloutServerEngine(TurnEngine):
         )
 
     def _check_server(self, *, waits: bool = True) -> None:
-        """Check that the server fits this run, take it, and note what it is.
+        """Check that the server fits this run, take it, and note its properties.
 
         Args:
             waits: see `take`.

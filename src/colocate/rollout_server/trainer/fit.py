@@ -1,4 +1,4 @@
-"""Whether a server is one that a run can train with, and whether the run may have it."""
+"""Checks that a run can train with a server, and that the run may have it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Facts(NamedTuple):
 
 
 class SeveralServers(ValueError):
-    """Several servers answer in turn at what was given as one server's address."""
+    """Several servers answer in turn at an address that was given as one server's."""
 
 
 class Starts:
@@ -95,7 +95,7 @@ def examine(
 
     Args:
         model: the policy.
-        ask: sends a GET request for a path and returns what a function makes of the JSON that comes back.
+        ask: sends a GET request for a path, and returns a function's result for the JSON of the answer.
         starts: those that are known of the server.
         deadline_s: for the workers' answers.
         is_main: this process prints warnings.

@@ -20,7 +20,7 @@ whether its weights are still those; and turns that were decoded together end to
 class ServerTurns:
     """Turns on their way to the server and back, each a request of its own.
 
-    Members of a group are sent one by one, too: a request for several of them is answered when the longest
+    Members of a group are also sent one by one: a request for several of them is answered when the longest
     has ended. The server finds their common prompt, and the tokens of an episode's earlier turns, in its
     prefix cache.
     """

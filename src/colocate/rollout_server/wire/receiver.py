@@ -1,4 +1,4 @@
-"""`Receiver`: the server's half of a weight push, whatever engine is behind it.
+"""`Receiver`: the server's half of a weight push, for any engine.
 
 It obeys only messages signed with the server's key, most of them only from the run that holds the server. A
 push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may arrive
@@ -339,8 +339,8 @@ class Receiver:
                 come before, {"ipc": handle}, or {"nccl": True} for a broadcast.
 
         Returns:
-            {"is": "loaded"}; `_unknown` if this push is not under way; {"is": "damaged"} if other bytes came
-            than were sent, of which nothing is loaded.
+            {"is": "loaded"}; `_unknown` if this push is not under way; {"is": "damaged"} if the bytes are not
+            those that were sent; then nothing is loaded.
 
         Raises:
             ValueError: the chunk before has not come.

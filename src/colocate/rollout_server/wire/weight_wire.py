@@ -1,7 +1,7 @@
 """The formats in which trainer and server move weights: the layout of a chunk, and the NCCL group.
 
-A chunk is one flat buffer of bytes, with a list of the tensors' places in it. vLLM's workers import this
-file, too, so it imports no large package but torch.
+A chunk is one flat buffer of bytes, with a list of the tensors' places in it. vLLM's workers also import this
+file, so it imports no large package but torch.
 """
 
 from __future__ import annotations
