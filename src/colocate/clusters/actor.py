@@ -110,8 +110,8 @@ class ProcessActor:
         """Wait for output or the end, a second at most; `size` is that of the terminal by now.
 
         Returns:
-            File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code,
-            the negative signal number if a signal ended the process, None while it runs.
+            File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code:
+            None while the process runs, negative if a signal of that number ended it.
         """
         assert self._process is not None, "start comes first"
         self._resize(size)

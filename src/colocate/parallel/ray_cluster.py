@@ -97,7 +97,7 @@ class RayPlace:
         return 1 / self.shares
 
     def as_variable(self) -> dict[str, str]:
-        """The environment variable that tells a rank of this."""
+        """The environment variable by which a rank receives this record."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod

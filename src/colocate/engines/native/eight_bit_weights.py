@@ -35,7 +35,7 @@ ROWS_AT_A_TIME = 4096
 
 
 def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
-    """Refuse 8 bits on a `gpu` of this compute capability, or for a model, without products in 8 bits. The
+    """Refuse 8 bits if a `gpu` of this compute capability, or the model, has no products in 8 bits. The
     layout may be of this rank's part, or on the meta device."""
     if rollout_precision == "bf16":
         return

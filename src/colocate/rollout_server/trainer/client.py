@@ -75,7 +75,7 @@ class _HttpCall:
             self._connection = connection
 
     def pause(self, delay_s: float) -> None:
-        """Wait so long, or until the call is cancelled."""
+        """Wait `delay_s` seconds, or until the call is cancelled."""
         self._is_cancelled.wait(delay_s)
 
     def check(self, asked: str) -> None:
