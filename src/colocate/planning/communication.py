@@ -104,8 +104,8 @@ def exposed_s(messages_s: float, compute_s: float) -> float:
 
 
 def all_reduce_s(size_bytes: float, num_ranks: int, gpu: Gpu) -> float:
-    """Seconds of an all-reduce of a decode step's size: a latency that grows with the number of GPUs, plus the
-    time of the bytes.
+    """Seconds of an all-reduce of a decode step's size: a latency that grows with the number of GPUs, plus
+    the time of the bytes.
 
     On two H200s it is within 5 % of the measured time of 0.4 to 5 MiB through shared memory. Published tables
     have 30 µs for 4 MiB on four GPUs and 37 µs on eight.
