@@ -39,9 +39,16 @@ def pytest_collection_modifyitems(items):
     """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own.
 
     Groups of a vLLM of their own and those marked `early` come first, so that no process is left alone with
-    a long one at the end.
+    a long one at the end. Of the cases of a test with `share(n)` every n-th is run, and the rest is slow.
     """
+    numbers: Counter[str] = Counter()
     for item in items:
+        share = item.get_closest_marker("share")
+        if share is not None:
+            test = item.nodeid.partition("[")[0]
+            if numbers[test] % share.args[0]:
+                item.add_marker(pytest.mark.slow)
+            numbers[test] += 1
         if item.get_closest_marker("own_vllm") is not None:
             item.add_marker(pytest.mark.xdist_group(item.name))
             item.add_marker(pytest.mark.early)

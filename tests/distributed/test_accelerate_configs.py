@@ -67,6 +67,7 @@ def check(records: list[Any], **expected: Any) -> None:
         assert record["kind"] in ("MULTI_CPU", "MULTI_GPU")
 
 
+@pytest.mark.slow
 def test_zero_3_of_accelerate(tmp_path, launcher_only_deepspeed):
     configuration = with_entries(ZERO3, "deepspeed_config", offload_optimizer_device="cpu")
     records, said = launch(tmp_path, configuration, launcher_only_deepspeed)

@@ -56,6 +56,7 @@ def run_ray(directory: Path, environment: dict[str, str], *options: str) -> subp
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_ranks_comes_to_the_weights_and_rewards_of_torchruns(make_run, cluster):
     """One is killed in the third step, and the actor of the other, as if with its node, in the fourth."""
     ours, theirs = make_run("ours"), make_run("theirs")

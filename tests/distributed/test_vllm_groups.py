@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.launching import free_port
+from processes import FORKS
 
 
 def _worker(
@@ -36,13 +36,10 @@ def _worker(
 
 
 def run(requests: list[list[str]], size: int) -> list[tuple[int, Any, list[list[str]]]]:
-    context = multiprocessing.get_context("spawn")
     port = free_port()
-    results = context.Queue()
+    results = FORKS.Queue()
     processes = [
-        context.Process(
-            target=_worker, args=(rank, port, len(requests), size, requests, results), daemon=True
-        )
+        FORKS.Process(target=_worker, args=(rank, port, len(requests), size, requests, results), daemon=True)
         for rank in range(len(requests))
     ]
     for process in processes:

@@ -89,6 +89,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path):
     assert len(re.findall(told, text)) == 1 and "reward_timeout_s limits the time" in text, text
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_collective_breaks_says_why(tmp_path):
     codes, text = run_ranks("trainer", tmp_path)
     assert codes == [1, -9]

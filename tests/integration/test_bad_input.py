@@ -243,6 +243,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.share(3)
 def test_a_reward_function_that_fails_costs_no_finished_work(tmp_path, name):
     fault, parts = FAULTS[name]
     options = dict(
@@ -310,6 +311,7 @@ def files_no_larger_than(num_bytes: int):
 
 
 @pytest.mark.parametrize("num_bytes", [50_000, 150_000], ids=["safetensors", "torch"])
+@pytest.mark.share(2)
 def test_disk_full_while_saving(tmp_path, num_bytes):
     options = dict(save_strategy="steps", save_steps=2, max_steps=4)
     make_trainer(tmp_path, **options, model=make_model()).train()

@@ -467,7 +467,7 @@ def run_cases(chosen: list[Case], title: str, capsys: Any) -> None:
 
 def test_functions_that_misbehave_drawn(tmp_path, capsys):
     every = list(cases(tmp_path))
-    run_cases(random.Random(SEED).sample(every, len(every) // 40), "some", capsys)
+    run_cases(random.Random(SEED).sample(every, len(every) // 80), "some", capsys)
 
 
 PARTS = 8

@@ -65,6 +65,7 @@ def checkpoints_in(tmp_path) -> list[int]:
     ],
     ids=["full", "best only", "masters", "adapter", "no layout"],
 )
+@pytest.mark.share(2)
 def test_the_run_ends_with_the_best_weights(tmp_path, options):
     trainer = make_evaluated(
         tmp_path, [1.0, 3.0, 2.0], load_best_model_at_end=True, save_total_limit=1, **options

@@ -58,6 +58,7 @@ VESPO, MASK = {"loss_type": "vespo"}, {"off_policy_mask_threshold": 0.01}
         pytest.param(with_own_dropout, MASK, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.share(2)
 def test_dropout_is_not_taken_for_a_mismatch(tmp_path, make, options, caplog):
     compared = trained(tmp_path / "compared", make, **options)
     plain = {"vllm_importance_sampling_correction": False}

@@ -21,6 +21,7 @@ def shares(example: str, *options: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("example", ["calculator.py", "game.py"])
+@pytest.mark.share(2)
 def test_the_example_runs(tmp_path, example):
     shares(example, "--output_dir", str(tmp_path), "--imitation_steps", "5", "--max_steps", "5")
 

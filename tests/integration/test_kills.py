@@ -24,13 +24,14 @@ from small_runs import read_metrics
 from test_carry_over import RAGGED
 from test_refill import OPTIONS as REFILL
 from test_refill import differs_if, numbered
-from test_resume import processes, wait_for
+from test_resume import wait_for
 from test_turns import OPTIONS as TURNS
 from test_turns import SHORT_TURNS, always_calling, by_tokens, chat_model, questions
 
 from colocate.checkpoints import sealed
 from colocate.checkpoints.sealed import list_checkpoints
 from colocate.parallel.launching import free_port
+from processes import FORKS
 from tiny import count_digits, make_model, make_trainer
 from tool_chat import add
 
@@ -140,7 +141,7 @@ class Run:
             (self.directory.parent / f"begun-{rank}").unlink(missing_ok=True)
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if num_ranks > 1 else {}
             of_process = (self.kind, self.directory, self._environment | of_rank, slow_s)
-            started.append(processes.Process(target=train, args=of_process))
+            started.append(FORKS.Process(target=train, args=of_process))
             started[-1].start()
         return started
 

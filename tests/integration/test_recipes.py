@@ -106,6 +106,7 @@ TRAINED_IN_EVERY_RUN = (
         for file in RECIPES
     ],
 )
+@pytest.mark.share(2)
 def test_a_small_twin_takes_two_steps(recipe, models, tmp_path, monkeypatch):
     """The recipe's own options, but a tiny model of the family, local rows, short texts and a small batch."""
     monkeypatch.chdir(tmp_path)

@@ -141,6 +141,7 @@ WITHIN_A_ROLLOUT = ("two_iterations", "rollout_feeds_two_steps", "step_spans_rol
         for name in CASES
     ],
 )
+@pytest.mark.share(4)
 def test_resumed_equals_uninterrupted(uninterrupted, name, step, tmp_path):
     whole = uninterrupted(name)
     # As a kill leaves it: the record goes on beyond the checkpoint.
@@ -323,6 +324,7 @@ def kill_at(moment: str, output_dir: Path) -> None:
         ("delete", {"partial-checkpoint-2", "checkpoint-4"}, "checkpoint-4"),
     ],
 )
+@pytest.mark.share(2)
 def test_killed_while_a_checkpoint_is_written(uninterrupted, moment, left, sealed, tmp_path):
     process = start(kill_at, moment, tmp_path)
     process.join(200)
@@ -429,6 +431,7 @@ def truncate(file: Path) -> None:
     [(flip_a_bit, "checksum"), (truncate, "bytes"), (Path.unlink, "is missing")],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rank0.pt", "config.json"])
+@pytest.mark.share(3)
 def test_a_damaged_checkpoint_is_refused(stopped, damage, message, name):
     directory = stopped("two_iterations")
     damage(directory / f"checkpoint-{NUM_STEPS}" / name)

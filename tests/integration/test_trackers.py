@@ -77,6 +77,7 @@ def test_wandb_keeps_every_step_of_a_run_offline(home):
     assert b"hf_secret" not in file.read_bytes() and b"num_generations" in file.read_bytes()
 
 
+@pytest.mark.slow
 def test_trackio_keeps_every_step_of_a_run_in_its_database(home):
     # Trackio asks where its directory is when it is imported, which another test may have done by now.
     process = multiprocessing.get_context("spawn").Process(target=train, args=("trackio",))

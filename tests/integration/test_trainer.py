@@ -311,6 +311,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
+@pytest.mark.share(3)
 def test_option_trains_and_has_an_effect(tmp_path_factory, options):
     shared = {name: options[name] for name in ("gradient_accumulation_steps", "optim") if name in options}
     if "scale_rewards" in options and "per_device_train_batch_size" in options:

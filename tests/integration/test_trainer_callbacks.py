@@ -150,6 +150,7 @@ def test_callbacks_come_and_go(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.share(2)
 def test_logging_intervals(tmp_path, options, expected):
     _, trainer = run(tmp_path, max_steps=4, **options)
     logs = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
@@ -259,6 +260,7 @@ class Scaling(TrainerCallback):
 
 @pytest.mark.parametrize("options", [{}, {"max_policy_lag": 1, "engine": "native"}, {"num_iterations": 2}])
 @pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_evaluate"])
+@pytest.mark.share(3)
 def test_what_a_callback_does_to_the_weights_stays(tmp_path, event, options):
     """Steps at a learning rate of zero round the masters into the weights, and change nothing."""
     model = make_model().to(torch.bfloat16)

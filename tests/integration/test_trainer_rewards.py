@@ -400,6 +400,7 @@ def let_a_child_leave(completions, **columns):
         ({"reward_funcs": let_a_child_leave}, 0),
     ],
 )
+@pytest.mark.share(2)
 def test_code_that_ends_the_process_does_not_end_it_as_a_success(tmp_path, capfd, arguments, status):
     child = os.fork()
     if child == 0:

@@ -55,6 +55,7 @@ def test_save_model_loads_with_from_pretrained(tmp_path, architecture):
     ],
     ids=str,
 )
+@pytest.mark.share(3)
 def test_a_generation_config_that_contradicts_itself_costs_no_work(tmp_path, caplog, values, saved, when):
     """transformers refuses to write it, at the first save."""
     model = make_model()
@@ -104,6 +105,7 @@ def test_save_adapter(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.share(2)
 def test_save_strategies(tmp_path, options, expected):
     trainer = make_trainer(tmp_path, max_steps=5, train_dataset=sums(3), **options)
     trainer.train()
@@ -237,6 +239,7 @@ def test_push_of_an_adapter_and_of_a_vocabulary_file(tmp_path, uploads):
         ),
     ],
 )
+@pytest.mark.share(2)
 def test_what_is_pushed_when(tmp_path, uploads, strategy, expected):
     options = dict(push_to_hub=True, hub_strategy=strategy, hub_model_id="my-model")
     trainer = make_trainer(tmp_path / "run", save_strategy="steps", save_steps=1, **options)

@@ -307,6 +307,7 @@ def test_any_batch_with_and_without_prefixes(device):
 @pytest.mark.usefixtures("short_prefixes_count")
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("sliding_window", [None, 40])
+@pytest.mark.share(2)
 def test_prefix_in_pieces(device, num_splits, sliding_window):
     """Groups large enough for several tiles, prefixes long enough for several pieces."""
     case = Case(
@@ -358,6 +359,7 @@ def test_prefixes_change_between_steps(device):
     ("num_parts", "has_norms", "num_splits", "num_kv_heads", "is_8bit"),
     [(2, True, 2, 2, False), (5, False, 1, 2, False), (3, True, 1, 1, True)],
 )
+@pytest.mark.share(3)
 def test_parts_of_a_product_are_summed_in_their_order(
     device, num_parts, has_norms, num_splits, num_kv_heads, is_8bit
 ):

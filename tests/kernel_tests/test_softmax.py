@@ -247,6 +247,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
+@pytest.mark.share(2)
 def test_bytes_are_those_of_all_tensors(
     device, kernels_everywhere, trains_head, entropy_gradient, keep_softmax, chunk_size
 ):

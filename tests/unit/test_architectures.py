@@ -76,6 +76,7 @@ def make_model(config) -> Any:
 
 
 @pytest.mark.parametrize("name", STARTS)
+@pytest.mark.share(2)
 def test_it_trains_a_step_on_its_own_rollout(tmp_path, name):
     model = make_model(config_of(name, **STARTS[name]))
     before = weights_of(model)
@@ -138,6 +139,7 @@ def test_a_routers_loss_that_the_model_does_not_have(tmp_path, caplog):
 @pytest.mark.parametrize(
     "options", [dict(optim="lion_8bit"), dict(optim="adagrad"), dict(optim="adafactor")], ids=str
 )
+@pytest.mark.share(3)
 def test_a_resumed_run_has_the_optimizers_state(tmp_path, options):
     options = dict(
         options, learning_rate=1e-2, save_strategy="steps", save_steps=1, lr_scheduler_type="constant"
@@ -205,6 +207,7 @@ def mistral3():
 
 @pytest.mark.parametrize("is_adapted", [False, True], ids=["whole", "LoRA"])
 @pytest.mark.parametrize("config", [qwen3_5, qwen2_5_vl, qwen3_vl_moe, mistral3, llava])
+@pytest.mark.share(3)
 def test_a_vision_language_checkpoint_trained_on_text_is_saved_whole(tmp_path, caplog, config, is_adapted):
     before = saved(config(), tmp_path / "base")
     options: dict[str, Any] = dict(max_steps=1, weight_decay=0.1, processing_class=make_tokenizer())

@@ -92,6 +92,7 @@ def marker(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(("command", "refusal"), COMMANDS.items())
+@pytest.mark.share(2)
 def test_no_command_runs_code_that_a_models_directory_names(marker, capsys, command, refusal):
     code = main(command.split())
     assert not marker.exists(), "a stranger's code was run"

@@ -31,6 +31,7 @@ def with_free(monkeypatch, num_bytes: int, total: int = 10**12) -> None:
     ],
     ids=str,
 )
+@pytest.mark.share(2)
 def test_the_steps_to_save_are_those_after_which_a_run_saves(tmp_path, options, num_rows):
     trainer = make_trainer(tmp_path, max_steps=5, train_dataset=sums(num_rows), **options)
     expected = steps_to_save(trainer.journal.save_interval, 0, 5)
@@ -104,6 +105,7 @@ LORA = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     ],
     ids=lambda value: "" if isinstance(value, list) else ",".join(value),
 )
+@pytest.mark.share(2)
 def test_the_bytes_are_those_of_the_files(tmp_path, options, parts):
     """Beside some kilobytes of text and of completions that wait."""
     trainer = make_trainer(

@@ -397,6 +397,7 @@ def test_greedy_with_repetition_penalty_is_model_generate(engine, model):
     ],
     ids=lambda options: "-".join(options),
 )
+@pytest.mark.share(3)
 def test_logprobs_are_the_policys_whatever_filters_the_draw(engine, model, case, options):
     prompts = make_prompts([1, 6, 11], 2)
     sampling = SamplingParams(max_tokens=10, seed=3, **options)
@@ -562,6 +563,7 @@ def test_policy_version_is_stamped(engine, model):
 
 
 @pytest.mark.parametrize("is_asleep", [False, True], ids=["awake", "asleep"])
+@pytest.mark.share(2)
 def test_weights_updated_in_place_are_used_once_published(engine, model, case, is_asleep):
     assert engine.shares_weights == case.shares_weights
     before = generate(engine, [6, 9], temperature=0)
@@ -629,6 +631,7 @@ def test_the_whole_context_can_be_used(engine):
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(), temperature=st.sampled_from([0.0, 1.0]))
+@pytest.mark.share(3)
 def test_episodes_that_come_and_go_are_each_as_alone(open_engine, case, script, temperature):
     sampling = SamplingParams(MAX_TOKENS, temperature=temperature, stop_token_ids=(3, 5, 8))
     assert_each_is_as_alone(open_engine, script, sampling, logprob_atol=case.logprob_atol)
@@ -705,6 +708,7 @@ def test_turns_are_counted_too(open_engine):
     assert counts.words() == f"{sum(len(turn.token_ids) for turn in ended.values())} tokens"
 
 
+@pytest.mark.share(3)
 def test_a_generate_in_between_leaves_open_sequences_alone(open_engine):
     sampling = SamplingParams(MAX_TOKENS)
     (prompt,), others = make_prompts([6]), make_prompts([4, 9], 2, seed=1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from benchmarks.episodes import engine
 
 
+@pytest.mark.slow
 def test_all_ways_draw_as_many_tokens(tmp_path, monkeypatch):
     out = tmp_path / "record.json"
     arguments = ["engine", "--tiny", "--repetitions", "1", "--model-dir", str(tmp_path), "--out", str(out)]

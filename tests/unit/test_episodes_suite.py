@@ -151,6 +151,7 @@ def test_a_share_of_the_rows_is_dull_and_their_groups_teach_nothing():
     assert run.dull_reward(["x"] * 4, [True, True, False, False]) == [0.0, 0.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_groups_are_replaced_with_as_many_tokens_as_it_takes(tmp_path, monkeypatch):
     out = tmp_path / "record.json"
     words = ["run", "--framework", "colocate", "--single-turn", "--dull-share", "0.5", "--tiny"]

@@ -79,6 +79,7 @@ def directory(tmp_path_factory):
         ("export ./nowhere out", "There is no directory", ()),
     ],
 )
+@pytest.mark.share(3)
 def test_what_needs_no_model_loads_no_library(words, message, allowed, directory):
     program = f"""import contextlib, io, os
 from colocate.cli import main

@@ -33,6 +33,7 @@ from colocate.weights.shared_views import fuse_parameters
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.share(2)
 def test_greedy_is_model_generate_on_every_architecture(name):
     # Up to 60 tokens: within the original context of the long-context scalings, past every sliding window.
     model = make_model(name)
@@ -70,6 +71,7 @@ def pressure(monkeypatch):
 
 @pytest.mark.parametrize("spare_pages", [0, 1, 2, 5])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.share(3)
 def test_tiny_pools_preempt_and_change_nothing(pressure, spare_pages, page_size):
     model = make_model("qwen2")
     prompts = make_prompts([5, 12, 8, 1, 12], 3)

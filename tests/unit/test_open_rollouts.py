@@ -54,14 +54,14 @@ tight_engines = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(script=scripts(), engine=tight_engines, temperature=st.sampled_from([0.0, 1.0]))
 def test_without_room_episodes_are_each_as_alone(script, engine, temperature):
     sampling = SamplingParams(MAX_TOKENS, temperature=temperature, stop_token_ids=(3, 5, 8))
     assert_each_is_as_alone(engine, script, sampling, logprob_atol=1e-5)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(), engine=tight_engines, failing_step=st.integers(1, 40))
 def test_memory_that_runs_out_in_a_step_changes_nothing(monkeypatch, script, engine, failing_step):
     num_steps, step = 0, Decoder.step

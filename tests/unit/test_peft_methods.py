@@ -121,6 +121,7 @@ def by_peft(model: Any) -> list[torch.Tensor]:
         for kind in (*KINDS, *VARIANTS)
     ],
 )
+@pytest.mark.share(4)
 def test_the_reference_is_the_policy_at_the_start(kind, is_new):
     torch.manual_seed(2)
     model = add_adapter(make_model("llama"), config_of(kind))

@@ -98,6 +98,7 @@ def options_of(settings):
     [("Qwen2.5-7B", "H100", "use_peft=True"), ("Qwen2.5-7B", "RTX 4090", "use_peft=True"),
      ("Qwen3-32B", "RTX 5090", "use_peft=True load_in_4bit=True")],
 )  # fmt: skip
+@pytest.mark.share(3)
 def test_who_follows_the_advice_has_a_run_that_fits(plan, numbers, name, device, expected):
     asked = ["--device_name", device.replace(" ", "")]
     code, result = numbers(name, " ".join(asked))

@@ -35,6 +35,7 @@ from colocate.policy.stack.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 from colocate.weights.weight_parts import splits_of
+from processes import FORKS
 
 VOCAB = 61
 PACKED = [*FAMILIES, "mistral-window", "qwen2-window", "qwen3-tied"]
@@ -429,7 +430,9 @@ def run_rank(rank: int, rendezvous: str, out: str) -> None:
 
 def test_two_ranks_equal_one_process():
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (f"{folder}/rendezvous", folder), nprocs=2)
+        mp.start_processes(
+            run_rank, (f"{folder}/rendezvous", folder), nprocs=2, start_method=FORKS.get_start_method()
+        )
         results = [torch.load(f"{folder}/{rank}") for rank in range(2)]
     # Ranks are averaged, so one process with all samples gives each half its weight.
     halved = [replace(s, loss_weight=s.loss_weight / 2, entropy_weight=s.entropy_weight / 2) for s in SAMPLES]

@@ -58,6 +58,7 @@ def as_asked(name: str, message: dict[str, Any], before: dict[str, Any]) -> dict
 @pytest.mark.parametrize("name", STOPS)
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.share(2)
 def test_turns_and_bridges_are_the_whole_conversation(name, data):
     """Sampled turns are written as the template writes them: then all tokens together are its own."""
     renderer, has_tools = renderer_of(name), name in WITH_TOOLS

@@ -85,6 +85,7 @@ def run_on(monkeypatch, tmp_path):
         ("72B", "H200", 8, None, 8),
     ],
 )
+@pytest.mark.share(2)
 def test_a_run_comes_to_what_the_command_comes_to(
     run_on, models, capsys, model, gpu, num_gpus, rank, expected
 ):

@@ -27,6 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.share(4)
 def test_every_layout_passes_and_nothing_is_left_changed(name, dtype):
     for make in (make_model, make_lora):
         model = make(name).to(dtype)

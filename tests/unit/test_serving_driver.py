@@ -100,6 +100,7 @@ def requests(draw: st.DrawFn) -> list[tuple[int, Prompt, SamplingParams, bool, i
 @pytest.mark.parametrize("make", [native, pool, transformers])
 @settings(max_examples=12)
 @given(asked=requests())
+@pytest.mark.share(3)
 def test_each_completion_is_the_one_drawn_alone_and_those_who_leave_disturb_nobody(make, asked):
     engine = make()
     engine.wake_up()

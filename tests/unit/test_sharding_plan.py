@@ -304,6 +304,7 @@ def test_nodes_exchange_once_a_step_over_the_network():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_gpus", [2, 8])
 @pytest.mark.parametrize("gpu", [H100, H200], ids=lambda gpu: gpu.name)
+@pytest.mark.share(2)
 def test_the_choice_is_the_fastest_that_fits_of_each_asked_for_alone(name, num_gpus, gpu):
     asked = case(name, num_gpus, gpu)
     chosen = asked.sharding_choice(asked.cluster).chosen

@@ -101,6 +101,7 @@ GROUPS = [(6, [4, 1, 7]), (3, [5]), (5, [1, 1]), (2, [9, 3])]
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", PACKED)
+@pytest.mark.share(2)
 def test_every_activation_policy_gives_the_gradients_of_whole_sequences(name, lora, monkeypatch):
     monkeypatch.setattr(stack_module, "MLP_TILE_TOKENS", 11)
     model, samples = double_model(name, lora=lora), samples_of(GROUPS)

@@ -115,6 +115,7 @@ def save_adapter(base: Path, directory: Path, loader: Any = AutoModelForCausalLM
 
 
 @pytest.mark.parametrize(("name", "adapter"), CASES)
+@pytest.mark.share(3)
 def test_merged_weights_are_those_of_peft(tmp_path, name, adapter):
     base, loader = save_base(tmp_path / "base", name, shard="20KB"), loader_of(name)
     saved = save_adapter(base, tmp_path / "adapter", loader, **ADAPTERS[adapter])

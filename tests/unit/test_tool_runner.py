@@ -486,6 +486,7 @@ def hold_the_interpreter():
 
 
 @pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE)
+@pytest.mark.share(2)
 def test_a_tool_that_nothing_interrupts_ends_the_process_and_names_itself(
     monkeypatch, tmp_path, num_workers, wrap
 ):

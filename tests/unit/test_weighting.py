@@ -54,6 +54,7 @@ def evaluation_weights(ranks: list[list[list[Sample]]], loss_type: str) -> list[
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 @given(ranks=st.lists(members, min_size=1, max_size=3).filter(any))
+@pytest.mark.share(3)
 def test_an_evaluation_counts_alike_however_it_is_divided(loss_type, ranks):
     alone = evaluation_weights([[member for part in ranks for member in part]], loss_type)
     for divided, whole in zip(evaluation_weights(ranks, loss_type), alone, strict=True):
