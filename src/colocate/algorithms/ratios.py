@@ -1,4 +1,4 @@
-"""How much likelier a completion became since the policy that generated it."""
+"""Ratios of a completion's probability under the policy to that under the policy that generated it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class DatasetEntry:
 
     @property
     def format(self) -> PromptFormat:
-        """How its rows become prompts."""
+        """The format of its prompts."""
         return PromptFormat(**{option: getattr(self, option) for option in FORMAT_OPTIONS})
 
     def load(self) -> AnyDataset:

@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
     """Where the engine counts tokens as it draws them, and in `generate` completions; a run puts its own in
     place."""
     num_restarts: int
-    """How often the process that generates was lost and came back: a vLLM server's; 0 for other engines."""
+    """The number of times that a vLLM server was lost and came back; 0 for other engines."""
 
     @property
     def max_len(self) -> int:

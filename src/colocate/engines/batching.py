@@ -28,7 +28,7 @@ ALONE = "batches of one"
 _PROBED_LENGTHS = {PADDED: (3, 8), EQUAL_LENGTHS: (6, 6), ALONE: (7,)}
 """Lengths of the prompts that try each batching out, the quickest batching first."""
 _TIMES_OWN_NOISE = 3.0
-"""How much further apart than in a batch of one log-probs may be in a larger one, by rounding."""
+"""The factor by which rounding may set log-probs further apart in a larger batch than in batches of one."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Episode:
     tool_failures: int = 0
     """How many of these calls failed."""
     tool_timeouts: int = 0
-    """How many of these calls took too long, which are failures, too."""
+    """How many of these calls took too long; these also count as failures."""
     tool_s: float = 0.0
     """The seconds that these calls took together, each from the tool's beginning to its end."""
     turn_rewards: dict[int, float] = field(default_factory=dict)

@@ -85,7 +85,7 @@ class Workload:
     num_rollout_sequences: int = 8
     """Completions of one rollout on this rank."""
     num_iterations: int = 1
-    """How many optimizer steps each completion is trained on in."""
+    """The number of optimizer steps that train on each completion."""
     share_prompts: bool = True
     is_gpu: bool = True
     max_num_seqs: int = 512

@@ -1,7 +1,7 @@
-"""Collectives by one name in every PyTorch that is supported, the mean of gradients, and the end of the
+"""Collectives under one name in every supported PyTorch, the mean of gradients, and the end of
 groups.
 
-PyTorch 2.13 has renamed those of single tensors, and warns of the old names.
+PyTorch 2.13 has renamed the collectives of single tensors, and warns of their old names.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ OF_LAUNCHERS = (
     "SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "I_MPI_", "MPICH_", "MPIR_", "MV2_", "HYDRA_", "PRTE_",
     "ORTE_", "TORCHELASTIC_", "ROLE_", "GROUP_",
 )  # fmt: skip
-"""How variables begin by which other launchers tell processes their ranks; libraries would believe them."""
+"""Prefixes of variables by which other launchers tell processes their ranks; libraries would believe them."""
 
 
 def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:

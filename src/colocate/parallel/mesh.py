@@ -170,7 +170,7 @@ class DecodeMesh:
 
 
 def check_decode_parts(num_weight_parts: int, num_parts: int) -> None:
-    """Raises ValueError if t = `num_weight_parts` is no multiple of t' = `num_parts`, or not more."""
+    """Raises ValueError unless t = `num_weight_parts` is a multiple of t' = `num_parts`, and larger."""
     if num_parts < 1 or num_weight_parts % num_parts or num_parts == num_weight_parts:
         raise ValueError(
             f"decode_shard={num_parts} lets {num_parts} processes decode together, but the weights are split "

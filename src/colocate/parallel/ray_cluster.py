@@ -29,7 +29,7 @@ class ClusterRequest:
     ranks_per_node: int
     on_gpus: bool
     shares: int = 1
-    """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
+    """The number of processes that share each GPU: the rank, and those that it starts (`RayPlace`)."""
     num_replicas: int = 0
     replica_size: int = 1
     replica_engine: str = "vllm"
@@ -112,7 +112,7 @@ class RayPlace:
 LOOK_S = 1.0
 _CONNECT_S = 10.0
 _NUM_UNANSWERED = 5
-"""How many looks in a row find nobody when it is said."""
+"""The number of failed looks in a row after which the loss is reported."""
 
 
 def check_address(given: str) -> None:

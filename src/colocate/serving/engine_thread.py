@@ -58,7 +58,7 @@ class Stepper:
         self._failure: str | None = None
         self._probed_s = 0.0
         self.num_steps = 0
-        """How often the engine has gone on with requests."""
+        """The number of steps that the engine has taken for requests."""
 
     def check(self) -> None:
         """Check that the engine can be used. Any thread may call this.

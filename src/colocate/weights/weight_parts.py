@@ -72,7 +72,7 @@ class RowChunk(Split):
 
 
 UNSPLIT = Split(None, WHOLE)
-"""How a parameter is split that every rank holds whole."""
+"""The split of a parameter that every rank holds whole."""
 
 
 def splits_of(model: nn.Module) -> dict[str, Split]:

@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 _OF_RANK = re.compile(r"@(\d+)of(\d+)t(\d+)$")
 _WHOLE = "0of1t1"
-"""How the blocks of a state are named that was not split."""
+"""The name for the blocks of a state that was not split."""
 
 
 class StatePlacement:

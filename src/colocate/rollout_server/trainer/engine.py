@@ -51,7 +51,7 @@ _RELEASE_S = 5.0
 MAX_IN_FLIGHT = 512
 """Requests under way at once, as many as `colocate rollout-serve` lets the server decode."""
 _MAX_LOSSES = 5
-"""How often the server may be lost in one rollout or one push before the run gives up."""
+"""The losses of the server in one rollout or one push after which the run gives up."""
 
 
 class ServerRestarted(RuntimeError):

@@ -29,7 +29,7 @@ from colocate.weights.layouts import causal_lm
 logger = logging.getLogger(__name__)
 
 _MOST_SERVERS = 32
-"""How many servers behind one address are told from one that is started again and again."""
+"""The most servers behind one address that are told from one that is started again and again."""
 
 
 class Facts(NamedTuple):

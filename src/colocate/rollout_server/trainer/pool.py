@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
 
 MAX_LOSSES = 5
-"""How often a turn is given to another engine before the run gives up: it may be what ends them."""
+"""The number of engines that a turn may lose before the run gives up: the turn may be the cause."""
 _FIRST_PROBE_S = 0.5
 _LAST_PROBE_S = 2.0
 _WAIT_S = 0.05

@@ -30,7 +30,7 @@ class Timeouts:
     silence_s: float = 15.0
     """Seconds without an answer after which a server that generates is asked how it is."""
     max_attempts: int = 5
-    """How often a request is sent."""
+    """The number of times that a request is sent."""
     first_delay_s: float = 0.25
     """Pause before a request is sent again; it doubles each time."""
     message_s: float = float("inf")
