@@ -15,6 +15,7 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.parallel.mesh import DecodeMesh
 from colocate.planning import run_sharding
 from colocate.planning.hardware import find_gpu
+from colocate.planning.run_options import PlannedOptions
 from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.attention import cudnn_attention
 from colocate.run import mesh as run_mesh
@@ -54,7 +55,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def run_on(monkeypatch, tmp_path):
-    """Makes this process a rank of a run on GPUs of a name; returns its configuration and device."""
+    """Makes this process a rank of a run on GPUs of a name; returns the options that it is planned by."""
 
     def make(gpu, num_gpus=2, **options):
         entry = find_gpu(gpu)
@@ -71,7 +72,7 @@ def run_on(monkeypatch, tmp_path):
         monkeypatch.setattr(GRPOConfig, "world_size", num_gpus)
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{**RUN, **options})
         args.bf16 = True
-        return args, torch.device("cuda")
+        return args.options_of(PlannedOptions, world_size=num_gpus, device=torch.device("cuda"))
 
     return make
 
@@ -89,9 +90,9 @@ def run_on(monkeypatch, tmp_path):
 def test_a_run_comes_to_what_the_command_comes_to(
     run_on, models, capsys, model, gpu, num_gpus, rank, expected
 ):
-    args, device = run_on(gpu, num_gpus)
+    options = run_on(gpu, num_gpus)
     peft_config = None if rank is None else LoraConfig(r=rank, target_modules=set(TARGETS))
-    parts, reason = choose_weight_parts(args, str(models / model), device, peft_config=peft_config)
+    parts, reason = choose_weight_parts(options, str(models / model), peft_config=peft_config)
     words = [f"--{name}={value}" for name, value in RUN.items()]
     words += [] if rank is None else ["--use_peft", f"--lora_r={rank}", "--lora_target_modules", *TARGETS]
     asked = ["--num_gpus", str(num_gpus), "--gpu", gpu, "--json"]
@@ -107,13 +108,13 @@ def test_the_adapter_is_counted_and_its_configuration_stays(run_on, models, monk
     seen = []
     monkeypatch.setattr(run_sharding, "sharding_choice", lambda shapes, *_: seen.append(shapes) or choice)
     choice = SimpleNamespace(sharding=SimpleNamespace(num_weight_parts=1), reason="")
-    args, device = run_on("H200")
+    options = run_on("H200")
     peft_config = LoraConfig(r=8, target_modules=targets)
     before = peft_config.to_dict()
     loaded = make_model("qwen2")
     names = [name for name, _ in loaded.named_parameters()]
-    choose_weight_parts(args, str(models / "tiny"), device, peft_config=peft_config)
-    choose_weight_parts(args, loaded, device, peft_config=peft_config)
+    choose_weight_parts(options, str(models / "tiny"), peft_config=peft_config)
+    choose_weight_parts(options, loaded, peft_config=peft_config)
     assert seen == [ModelShapes.of(loaded, lora=Lora(8, targets))] * 2
     assert peft_config.to_dict() == before
     assert [name for name, _ in loaded.named_parameters()] == names
@@ -132,9 +133,9 @@ def test_the_adapter_is_counted_and_its_configuration_stays(run_on, models, monk
     ],
 )
 def test_weights_stay_whole_where_they_cannot_be_split(run_on, models, model, options, given, reason):
-    args, device = run_on("H200", **options)
+    planned = run_on("H200", **options)
     name = str(models / model) if isinstance(model, str) else model
-    parts, told = choose_weight_parts(args, name, device, **given)
+    parts, told = choose_weight_parts(planned, name, **given)
     assert parts == 1 and reason in told and told.endswith(".")
 
 
@@ -152,7 +153,7 @@ def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkey
         caplog.clear()
         return weight_parts_of(args, accelerator, model, None, None, optimizers), caplog.messages
 
-    auto, _ = run_on("H200")
+    auto = run_on("H200")
     assert come_to(auto) == (4, ["shard='auto' came to 4: shard=2 fits."])
     assert come_to(auto, is_main_process=False) == (4, [])
     assert come_to(auto, "cpu") == come_to(auto, num_processes=1) == (1, [])
@@ -161,12 +162,12 @@ def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkey
     )
     assert come_to(auto, "cpu", model=earlier) == come_to(auto, model=earlier) == (2, [])
     for shard, parts in (("none", 1), (1, 1), (2, 2)):
-        assert come_to(run_on("H200", shard=shard)[0]) == (parts, [])
+        assert come_to(run_on("H200", shard=shard)) == (parts, [])
     monkeypatch.setattr(run_mesh, "of_all_ranks", lambda items: items * 2)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for parts, (line,) in (
         come_to(auto, optimizers=(optimizer, None)),
-        come_to(run_on("H200", optim="adafactor")[0]),
+        come_to(run_on("H200", optim="adafactor")),
     ):
         assert parts == 1 and ("your SGD" in line or "optim='adafactor'" in line)
 
@@ -200,15 +201,15 @@ def test_the_header_says_what_ranks_split(num_parts, num_replicas, splits, decod
     [(2, None, True), (4, 2, True), (2, 1, False), (1, None, False)],
 )
 def test_episodes_of_several_turns_need_a_process_that_decodes_alone(num_parts, decode_shard, is_refused):
-    mesh, args = SimpleNamespace(num_weight_parts=num_parts), SimpleNamespace(decode_shard=decode_shard)
+    mesh = SimpleNamespace(num_weight_parts=num_parts)
     playing = SimpleNamespace(has_turns=True, rollout_func=None)
     if not is_refused:
-        return check_mesh(playing, mesh, args)
+        return check_mesh(playing, mesh, decode_shard)
     with pytest.raises(
         ValueError,
         match=f"split over {num_parts} .* {decode_shard or num_parts} decode together.*Set decode_shard=1",
     ):
-        check_mesh(playing, mesh, args)
+        check_mesh(playing, mesh, decode_shard)
 
 
 @pytest.mark.parametrize(("num_parts", "decode_shard"), [(1, 2), (4, 3), (2, 4)])

@@ -441,11 +441,11 @@ def test_remedies_are_found_for_all_gpus_together():
 def test_a_run_chooses_before_its_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOConfig, "world_size", 8)
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, optim="adafactor")
-    assert cluster_of(args, torch.device("cpu")) == Cluster(8, 1)
+    assert cluster_of(args) == Cluster(8, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cluster_of(args, torch.device("cpu")) == Cluster(8, 2)
+    assert cluster_of(args) == Cluster(8, 2)
     # On a CPU there is no memory to plan for, and so no reason to split the weights.
-    choice = sharding_choice(LARGE_SHAPES, args, torch.float32, torch.device("cpu"))
+    choice = sharding_choice(LARGE_SHAPES, args, torch.float32)
     assert choice.sharding == Sharding(8, 1) and choice.sharding.num_optimizer_parts == 8
 
 

@@ -54,8 +54,7 @@ class RefillOptions(PromptOptions):
 
 @dataclass(kw_only=True)
 class SelectionOptions(RefillOptions):
-    """The options by which a rank makes requests and slices, with those that the loss and transformers
-    declare."""
+    """All options by which a rank makes requests and slices."""
 
     steps_per_generation: int
     seed: int

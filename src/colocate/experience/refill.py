@@ -45,7 +45,6 @@ class RefillingSelector(Selector):
 
     def __init__(self, policy: Policy, options: SelectionOptions) -> None:
         super().__init__(policy, options)
-        self._refill = options
         self._kept: list[Group] = []
         self._dull: list[Group] = []
         self._rollouts: list[Rollout] = []
@@ -60,7 +59,9 @@ class RefillingSelector(Selector):
             self._num_wanted = batches.num_prompts
         missing = self._num_wanted - len(self._kept)
         expected = math.ceil(missing / (1 - min(self._dull_share or 0.0, self._most_expected)))
-        together = self._refill.world_size // math.gcd(self._refill.world_size, self._refill.num_generations)
+        together = self._options.world_size // math.gcd(
+            self._options.world_size, self._options.num_generations
+        )
         at_least, at_most = (
             -(-number // together) * together for number in (min(missing, self._num_left), self._num_left)
         )
@@ -70,12 +71,12 @@ class RefillingSelector(Selector):
     @property
     def _most_expected(self) -> float:
         """The share of dull groups at which one rollout has all prompts that a batch may have."""
-        return self._refill.max_refill_rounds / (self._refill.max_refill_rounds + 1)
+        return self._options.max_refill_rounds / (self._options.max_refill_rounds + 1)
 
     @property
     def _num_left(self) -> int:
         """The prompts that may still be asked for, to fill this batch."""
-        most = (self._refill.max_refill_rounds + 1) * self._num_wanted
+        most = (self._options.max_refill_rounds + 1) * self._num_wanted
         return most - sum(len(rollout.groups) for rollout in self._rollouts)
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
@@ -103,7 +104,7 @@ class RefillingSelector(Selector):
 
     def _needs_more(self) -> bool:
         is_short = len(self._kept) < self._num_wanted and self._num_left > 0
-        return is_short and len(self._rollouts) <= self._refill.max_refill_rounds
+        return is_short and len(self._rollouts) <= self._options.max_refill_rounds
 
     def _taken(self) -> list[Group]:
         """The batch's groups; the next batch begins with none."""
@@ -117,8 +118,8 @@ class RefillingSelector(Selector):
         """The last rollout with the batch's groups, and an equal share of their members on each rank."""
         members = spread(
             [member for group in groups for member in group.members],
-            rank=self._refill.process_index,
-            num_ranks=self._refill.world_size,
+            rank=self._options.process_index,
+            num_ranks=self._options.world_size,
             device=self._policy.device,
         )
         masks = [sample.completion_mask for member in members for sample in member]
@@ -134,7 +135,7 @@ class RefillingSelector(Selector):
 
     def _is_dull(self, group: Group, rollout: Rollout) -> bool:
         """Whether no member is better than another: by the reward that the option names, or by advantages."""
-        name = self._refill.refill_reward
+        name = self._options.refill_reward
         if name is None:
             return not bool(group.advantages.any())
         rewards = group.rewards[:, list(rollout.table.rewards).index(name)]

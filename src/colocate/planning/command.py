@@ -16,7 +16,7 @@ from colocate.engines.native.eight_bit_weights import check_gpu
 from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from colocate.planning.plan_text import PlanReport, print_report
 from colocate.planning.planner import Case
-from colocate.planning.run_options import constraints_of, workload_of
+from colocate.planning.run_options import PlannedOptions, constraints_of, workload_of
 from colocate.planning.slower_kernels import slower_kernels
 from colocate.policy.attention.cudnn_attention import why_not_cudnn_on
 from colocate.policy.model.loading import model_on_meta
@@ -69,9 +69,10 @@ def plan_run(
     dtype = _dtype(run, config, model_config)
     capability = _capability(config, gpu, is_elsewhere=is_elsewhere)
     has_cudnn = capability is not None and why_not_cudnn_on(capability, dtype, shapes.head_size) is None
-    workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
+    planned = config.options_of(PlannedOptions, world_size=num_gpus, device=config.device)
+    workload = workload_of(planned, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
     cluster = Cluster(num_gpus, num_nodes or -(-num_gpus // MOST_GPUS_OF_NODE), gpu)
-    case = Case(shapes, workload, device_bytes, constraints_of(config), cluster)
+    case = Case(shapes, workload, device_bytes, constraints_of(planned), cluster)
     slower = None
     if capability is not None:
         is_native = workload.engine == "native" and config.engine != "transformers"

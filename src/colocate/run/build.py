@@ -59,8 +59,8 @@ from colocate.rewards import FORMS
 from colocate.rewards.base import RewardFunctions
 from colocate.run.engine import build_engine, context_length, sampling_params
 from colocate.run.identity import RunIdentity
-from colocate.run.mesh import mesh_of, part_of, sharding_of, splits_state
-from colocate.run.options import BatchOptions, PartOptions, ScoringOptions, WindowOptions
+from colocate.run.mesh import part_of, sharding_of, splits_state, weight_parts_of
+from colocate.run.options import BatchOptions, PartOptions, PolicyOptions, ScoringOptions
 from colocate.run.playing import PLAIN, Playing, build_player, check_mesh, datasets_of, num_prompts_of
 from colocate.run.process_setup import set_up_process
 from colocate.run.record import Run
@@ -95,11 +95,10 @@ def build_run(
     train_dataset, eval_dataset = datasets_of(train_dataset, eval_dataset, reward_funcs, args, playing)
     accelerator = set_up_process(args)
     check_ranks(args, model, train_dataset, eval_dataset, {"reward_funcs": reward_funcs} | playing.given)
-    library_bytes = resident_bytes_besides(model)
-    device, options = accelerator.device, PartOptions(args)
+    device, options, library_bytes = accelerator.device, PartOptions(args), resident_bytes_besides(model)
     has_new_adapter, loaded_in = peft_config is not None, (quantization_config, peft_config)
-    mesh = mesh_of(args, accelerator, model, *loaded_in, optimizers)
-    check_mesh(playing, mesh, args)
+    mesh = Mesh.of(device.type, weight_parts_of(options.policy, accelerator, model, *loaded_in, optimizers))
+    check_mesh(playing, mesh, options.policy.decode_shard)
     batches = prompt_batches(train_dataset, options.batches)
     num_steps = steps_of(options.batches, batches.num_batches_per_epoch)
     model, originals = prepare_model(model, options.model, device, *loaded_in, *part_of(mesh))
@@ -108,28 +107,29 @@ def build_run(
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
     reference = make_reference(model, has_new_adapter=has_new_adapter) if options.objective.beta > 0 else None
     optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers, mesh)
-    planner = planner_for(model, args, sharding_of(args, mesh, splits_optimizer=optimizer.is_split))
+    planner = planner_for(model, options.policy, sharding_of(mesh, splits_optimizer=optimizer.is_split))
     engine = build_engine(model, args, accelerator, sampling, mesh)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal, library_bytes)
     handover = Handover(engine)
     engine.counts = counts = journal.progress.counts
-    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh, counts)
+    policy = build_policy(
+        model, options.policy, optimizer, planner, reference, handover, timeline, mesh, counts
+    )
     rewards = build_rewards(reward_funcs, reward_processing_classes, options.scoring, device, playing, counts)
     requests = build_requests(
         tokenizer, model, options.selection, train_dataset, eval_dataset, playing, rewards.names
     )
     entropy = entropy_controller(options.objective, options.entropy)
     return Run(
-        args, accelerator, mesh, tokenizer, train_dataset, eval_dataset, playing,
-        batches=batches, requests=requests, engine=engine, policy=policy, entropy=entropy,
+        args, accelerator, mesh, tokenizer, train_dataset, eval_dataset, playing, batches, requests, engine,
         player=build_player(playing, engine, sampling, requests, batches, options.player),
         judge=build_judge(rewards, tokenizer, accelerator, journal, options.scoring, playing, engine),
         selector=build_selector(policy, options.selection, rewards),
-        window=build_window(model, options.window, device), objective=Objective(options.objective, entropy),
-        agreement=build_agreement(engine, policy, sampling, args),
-        handover=handover, scorers=build_scorers(rewards, reference, model, options.scoring, device),
-        timeline=timeline, journal=journal, best=BestCheckpoint(args),
+        window=build_window(model, options.policy, device), policy=policy, entropy=entropy,
+        objective=Objective(options.objective, entropy), handover=handover, timeline=timeline,
+        agreement=build_agreement(engine, policy, sampling, options.policy), journal=journal,
+        scorers=build_scorers(rewards, reference, model, options.scoring, device), best=BestCheckpoint(args),
         identity=RunIdentity(args, accelerator, policy, engine, train_dataset, rewards, has_new_adapter),
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def build_optimizer(
 
 def build_policy(
     model: nn.Module,
-    args: GRPOConfig,
+    options: PolicyOptions,
     optimizer: PolicyOptimizer,
     planner: Planner | None,
     reference: Reference | None,
@@ -184,13 +184,13 @@ def build_policy(
     return Policy(
         model,
         optimizer,
-        temperature=args.temperature,
-        plan=choose_fixed_plan(constraints_of(args)) if planner is None else first_plan(planner),
+        temperature=options.temperature,
+        plan=choose_fixed_plan(constraints_of(options)) if planner is None else first_plan(planner),
         planner=planner,
-        share_prompts=args.share_prompts,
-        max_grad_norm=args.max_grad_norm,
+        share_prompts=options.share_prompts,
+        max_grad_norm=options.max_grad_norm,
         reference=reference,
-        router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
+        router_loss_coef=router_loss_coef(model, options.router_aux_loss_coef),
         remedies=[handover.take_back],
         mesh=mesh,
         counts=counts,
@@ -234,7 +234,7 @@ def build_selector(policy: Policy, options: SelectionOptions, rewards: RewardFun
     return RefillingSelector(policy, options) if options.max_refill_rounds else Selector(policy, options)
 
 
-def build_window(model: nn.Module, options: WindowOptions, device: torch.device) -> TrainingWindow:
+def build_window(model: nn.Module, options: PolicyOptions, device: torch.device) -> TrainingWindow:
     """The window, which evaluates all completions in evaluation mode if the model has dropout or other noise,
     and something in the loss compares the policy with what the engine reports."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in active_dropout(model).items())
@@ -248,9 +248,8 @@ def build_window(model: nn.Module, options: WindowOptions, device: torch.device)
         )
     is_compared = options.vllm_importance_sampling_correction or options.off_policy_mask_threshold is not None
     is_compared = is_compared or LOSSES[options.loss_type].reads_behaviour
-    evaluates_all = (
-        bool(rates or others) and is_compared and not arguments_of_model_generate(options.generation_kwargs)
-    )
+    is_compared = is_compared and not arguments_of_model_generate(options.generation_kwargs)
+    evaluates_all = bool(rates or others) and is_compared
     if evaluates_all and rates and options.process_index == 0:
         logger.warning(
             f"The model is trained with dropout ({rates}), and rollouts have none. What compares the two "
@@ -263,10 +262,10 @@ def build_window(model: nn.Module, options: WindowOptions, device: torch.device)
 
 
 def build_agreement(
-    engine: RolloutEngine, policy: Policy, sampling: SamplingParams, args: GRPOConfig
+    engine: RolloutEngine, policy: Policy, sampling: SamplingParams, options: PolicyOptions
 ) -> Agreement:
-    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
-    is_8bit = args.rollout_precision != "bf16"
+    is_drawn_otherwise = bool(arguments_of_model_generate(options.generation_kwargs))
+    is_8bit = options.rollout_precision != "bf16"
     return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise, is_8bit=is_8bit)
 
 
@@ -409,7 +408,7 @@ def build_requests(
         for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
             requests.check_extremes(dataset)
         if options.process_index == 0:
-            tell_prompts(requests, train_dataset, tokenizer, options, reward_names)
+            tell_prompts(requests, train_dataset, options, reward_names)
 
     limited(look)
     return requests
@@ -418,7 +417,6 @@ def build_requests(
 def tell_prompts(
     requests: RequestBuilder,
     train_dataset: TrainDataset,
-    tokenizer: PreTrainedTokenizerBase,
     options: SelectionOptions,
     reward_names: Sequence[str],
 ) -> None:
@@ -432,8 +430,8 @@ def tell_prompts(
         # Later prompts of a stream are refused when their batch comes.
         rows = rows[:1]
         token_ids = requests.tokenize(rows, [row_name(0)])
-    check_template(rows, requests.rendered, tokenizer)
-    tell_first_prompt(rows[0], token_ids[0], tokenizer, options, reward_names)
+    check_template(rows, requests.rendered, requests.tokenizer)
+    tell_first_prompt(rows[0], token_ids[0], requests.tokenizer, options, reward_names)
 
 
 def build_judge(
@@ -468,11 +466,8 @@ def build_timeline(
     journal: Journal,
     library_bytes: int,
 ) -> Timeline:
-    """The timeline, with the categories by which it divides up the device's memory.
-
-    Args:
-        library_bytes: host memory of Python and libraries, which on a CPU is the device's.
-    """
+    """The timeline, whose categories divide up the device's memory; on a CPU with that of Python and
+    libraries (`library_bytes`)."""
     of_host = [Category("libraries", lambda: library_bytes)] if device.type == "cpu" else []
     return Timeline(
         device,

@@ -91,12 +91,8 @@ def check_weight_parts(name: str, model: nn.Module, decode_shard: int | None, me
 def engine_of_auto(
     model: nn.Module, *, use_vllm: bool, generate_arguments: str = ""
 ) -> tuple[str, str | None]:
-    """The engine that engine="auto" chooses for a model, and the reason if it is not the native engine.
-
-    Args:
-        use_vllm: prefer an installed vLLM to `model.generate` where the model has no layout.
-        generate_arguments: the arguments asked for that only `model.generate` knows, in words.
-    """
+    """The engine that engine="auto" chooses for a model, and the reason if it is not the native engine;
+    `generate_arguments` (in words) only `model.generate` knows."""
     if generate_arguments:
         return "transformers", (
             f"generation_kwargs asks for {generate_arguments}, which the native engine does not support (it "

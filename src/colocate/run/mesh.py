@@ -14,6 +14,7 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.experience.ranks import of_all_ranks
 from colocate.memory.workload import Sharding
 from colocate.parallel.mesh import Mesh
+from colocate.planning.run_options import PlannedOptions
 from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.optimizer.names import WHOLE_MATRIX
 from colocate.weights.layouts import WHOLE, WeightPart, weight_part_of
@@ -21,17 +22,8 @@ from colocate.weights.layouts import WHOLE, WeightPart, weight_part_of
 logger = logging.getLogger(__name__)
 
 
-def mesh_of(args: GRPOConfig, accelerator: Accelerator, *asked: Any) -> Mesh:
-    """The mesh by which this run's ranks share the weights.
-
-    Args:
-        asked: what else `weight_parts_of` chooses by.
-    """
-    return Mesh.of(accelerator.device.type, weight_parts_of(args, accelerator, *asked))
-
-
 def weight_parts_of(
-    args: GRPOConfig,
+    options: PlannedOptions,
     accelerator: Accelerator,
     model: Any,
     quantization_config: Any,
@@ -40,16 +32,16 @@ def weight_parts_of(
 ) -> int:
     """The number of ranks over which each copy of the weights is split: what `shard` says, or the planner
     chooses."""
-    if args.shard != "auto" or accelerator.num_processes == 1:
-        return args.shard if isinstance(args.shard, int) else 1
+    if options.shard != "auto" or accelerator.num_processes == 1:
+        return options.shard if isinstance(options.shard, int) else 1
     if isinstance(model, nn.Module) and weight_part_of(model) != WHOLE:
         return weight_part_of(model).count  # an earlier trainer has split it
     if accelerator.device.type != "cuda":
         return 1
-    if (reason := why_state_stays_whole(args, optimizers)) is not None:
+    if (reason := why_state_stays_whole(options.optim, optimizers)) is not None:
         parts = 1
     else:
-        parts, reason = choose_weight_parts(args, model, accelerator.device, quantization_config, peft_config)
+        parts, reason = choose_weight_parts(options, model, quantization_config, peft_config)
     # A rank that sees less memory, or no configuration, must not come to a mesh of its own.
     parts = max(of_all_ranks([parts]))
     if accelerator.is_main_process:
@@ -57,9 +49,9 @@ def weight_parts_of(
     return parts
 
 
-def sharding_of(args: GRPOConfig, mesh: Mesh, *, splits_optimizer: bool) -> Sharding:
+def sharding_of(mesh: Mesh, *, splits_optimizer: bool) -> Sharding:
     """The sharding of the run, for the planner."""
-    return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer, args.decode_shard)
+    return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer)
 
 
 def part_of(mesh: Mesh) -> tuple[WeightPart, DeviceMesh | None]:
@@ -71,7 +63,7 @@ def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
     """True if the ranks split the optimizer's state."""
     if mesh.device_mesh is None or args.shard == "none":
         return False
-    if (reason := why_state_stays_whole(args, optimizers)) is None:
+    if (reason := why_state_stays_whole(args.optim, optimizers)) is None:
         return True
     if args.shard != "auto":
         raise ValueError(
@@ -83,9 +75,9 @@ def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
     return False
 
 
-def why_state_stays_whole(args: GRPOConfig, optimizers: Any) -> str | None:
+def why_state_stays_whole(optim: OptimizerNames | str, optimizers: Any) -> str | None:
     """Why ranks cannot split the optimizer's state; None: they can."""
-    name = OptimizerNames(args.optim).value
+    name = OptimizerNames(optim).value
     if optimizers[0] is not None:
         return f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
     return f"optim={name!r} steps on a value by others of its matrix" if name in WHOLE_MATRIX else None

@@ -1,6 +1,6 @@
 """The options that each part of a run reads, taken from its configuration once.
 
-A record here adds to what the part declares beside itself what other parts and transformers declare.
+A record here adds what other parts and transformers declare to what its part declares itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from colocate.algorithms.entropy import EntropyOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.engines.options import SamplingOptions
 from colocate.experience.options import CarryOptions, SelectionOptions, TurnOptions
+from colocate.planning.run_options import PlannedOptions
 from colocate.policy.model.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class PlayerOptions(TurnOptions, CarryOptions):
 
 
 @dataclass(kw_only=True)
+class PolicyOptions(PlannedOptions):
+    """The options of the policy, of its plan and of what it is compared with."""
+
+    max_grad_norm: float
+    router_aux_loss_coef: float | None
+    process_index: int
+
+
+@dataclass(kw_only=True)
 class ScoringOptions(AdvantageOptions, CarryOptions):
     """The options of rewards and of what becomes of them."""
 
@@ -66,27 +76,18 @@ class ScoringOptions(AdvantageOptions, CarryOptions):
     process_index: int
 
 
-@dataclass(kw_only=True)
-class WindowOptions(ObjectiveParams):
-    """The options of the window: what is trained on how often, and whether the loss compares it."""
-
-    gradient_accumulation_steps: int
-    num_iterations: int
-    generation_kwargs: dict[str, Any] | None
-    process_index: int
-
-
 class PartOptions:
     """The record of each part's options, with the values that they have when a run is built."""
 
     def __init__(self, args: GRPOConfig) -> None:
-        rank = args.process_index
+        rank = {"process_index": args.process_index}
+        ranks = {**rank, "world_size": args.world_size}
         self.batches = args.options_of(BatchOptions)
         self.model = args.options_of(ModelOptions)
         self.completions = args.options_of(CompletionOptions)
-        self.player = args.options_of(PlayerOptions, process_index=rank)
-        self.scoring = args.options_of(ScoringOptions, process_index=rank)
-        self.selection = args.options_of(SelectionOptions, process_index=rank, world_size=args.world_size)
-        self.window = args.options_of(WindowOptions, process_index=rank)
+        self.policy = args.options_of(PolicyOptions, **ranks, device=args.device)
+        self.player = args.options_of(PlayerOptions, **rank)
+        self.scoring = args.options_of(ScoringOptions, **rank)
+        self.selection = args.options_of(SelectionOptions, **ranks)
         self.objective = args.options_of(ObjectiveParams)
         self.entropy = args.options_of(EntropyOptions)

@@ -107,11 +107,7 @@ def playing_of(
     args: GRPOConfig,
     trainer: Any,
 ) -> Playing:
-    """Look at the tools and construct the first environments.
-
-    Args:
-        trainer: what `rollout_func` gets as its second argument.
-    """
+    """Look at the tools and construct the first environments; `trainer` is passed to `rollout_func`."""
     for name, func in (("rollout_func", rollout_func), ("agent", agent)):
         if func is not None and (tools or environment_factory is not None):
             raise ValueError(
@@ -134,10 +130,10 @@ def playing_of(
     return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer), given=given)
 
 
-def check_mesh(playing: Playing, mesh: Mesh, args: GRPOConfig) -> None:
+def check_mesh(playing: Playing, mesh: Mesh, decode_shard: int | None) -> None:
     """Raises ValueError if ranks are to decode together, and episodes have turns, which end on each rank at
     times of their own."""
-    together = args.decode_shard or mesh.num_weight_parts
+    together = decode_shard or mesh.num_weight_parts
     if playing.has_turns and playing.rollout_func is None and mesh.num_weight_parts > 1 and together > 1:
         raise ValueError(
             f"The weights are split over {mesh.num_weight_parts} processes, of which {together} decode "
