@@ -101,11 +101,7 @@ def texts_of(args: GRPOConfig) -> dict[str, tuple[str, str]]:
 
 
 def check_unchanged(args: GRPOConfig, before: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse options that were set after the trainer was made, of which its parts would know nothing.
-
-    Args:
-        before: `texts_of(args)` when it was made.
-    """
+    """Refuse options that were set after the trainer was made (`before`), of which its parts know nothing."""
     changed = [
         f"{name} from {before[name][1]} to {now[1]}"
         for name, now in texts_of(args).items()
@@ -125,8 +121,7 @@ def check_reward_columns(
     args: GRPOConfig,
     provided: Collection[str] = (),
 ) -> None:
-    """Raises ValueError if a reward function needs an argument for which a dataset has no column, and which
-    is not among the columns `provided` by episodes."""
+    """Refuse a reward function's argument that no column of a dataset has, nor is `provided` by episodes."""
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     for dataset in (train_dataset, *evaluated):
         if dataset is not None:

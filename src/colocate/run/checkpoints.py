@@ -103,10 +103,8 @@ def _facts(run: Run) -> model_card.TrainingFacts:
 
 
 def check_space(run: Run) -> None:
-    """Compare what the checkpoints to come will take with what is free where they will be written.
-
-    All ranks must call it. They write into one directory, so that the main process looks there for all.
-    """
+    """Compare what the checkpoints to come will take with what is free; all ranks must call it, and the main
+    process looks for all, since they write into one directory."""
     args, state = run.args, run.journal.state
     steps = disk_space.steps_to_save(run.journal.save_interval, state.global_step, state.max_steps)
     if args.save_strategy == SaveStrategy.NO or not steps:
@@ -126,11 +124,8 @@ def check_space(run: Run) -> None:
 
 
 def _checkpoint_bytes(run: Run) -> dict[str, int]:
-    """The bytes of a whole checkpoint by what they are for, from shapes alone.
-
-    Left out is what is small or not known before: waiting completions, generators, the state of an optimizer
-    of the user's own or of one that keeps another number of moments than is known.
-    """
+    """The bytes of a whole checkpoint by what they are for, from shapes alone; without what is small or not
+    known before: waiting completions, generators, the state of an unknown optimizer."""
     model, optimizer = run.model, run.policy.optimizer
     sizes, parameters = sizes_of(model), dict(model.named_parameters())
     is_adapter = hasattr(model, "peft_config")
@@ -188,18 +183,9 @@ def _count_bytes(run: Run, directory: Path) -> None:
 
 @watched(lambda run: "in load_checkpoint()")
 def load(run: Run, directory: Path, *, or_older: bool = False) -> Path:
-    """Restore everything that `save` wrote; the caller must publish the weights to the engine.
-
-    Options and libraries that have changed since the checkpoint are listed, and applied where that is
-    possible.
-
-    Args:
-        or_older: where the checkpoint is corrupt, restore the newest of the whole ones beside it, with a
-            warning.
-
-    Returns:
-        The checkpoint that was restored.
-    """
+    """Restore everything that `save` wrote, and return the checkpoint; the caller publishes the weights. What
+    has changed since is listed. With `or_older`, the newest whole checkpoint next to a corrupt one is
+    restored, with a warning."""
     if or_older:
         directory = _newest_whole(directory)
     else:

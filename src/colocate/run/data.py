@@ -31,11 +31,7 @@ _OWN_OF_DATASETS = {
 
 @dataclass
 class RunData:
-    """The datasets that a run file names.
-
-    Raises:
-        ValueError: options that contradict each other, before anything is loaded.
-    """
+    """The datasets that a run file names; options that contradict each other are refused before loading."""
 
     run: RunConfig
     config: GRPOConfig

@@ -23,11 +23,7 @@ from colocate.weights.weight_parts import sizes_of
 
 
 def header_rows(run: Run, *, resumes: bool) -> dict[str, str]:
-    """The rows of the header, by label; each is one line of words.
-
-    Args:
-        resumes: the run goes on from a checkpoint, and so continues the record that it finds.
-    """
+    """The rows of the header, by label; a run that `resumes` goes on with the record that it finds."""
     lm = causal_lm(run.model)
     words = engine_of(chosen_engine(run.args, run.model)).words
     splits_optimizer, decode_shard = run.policy.optimizer.is_split, run.args.decode_shard

@@ -35,11 +35,8 @@ _ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "us
 
 
 class RunIdentity:
-    """The description of a run (its parts are in `colocate.checkpoints.changes`).
-
-    It is made before the first step, since steps change the weights, and `sync_ref_model` changes the
-    reference.
-    """
+    """The description of a run (its parts are in `colocate.checkpoints.changes`), made before the first step,
+    since steps change the weights, and `sync_ref_model` changes the reference."""
 
     def __init__(
         self,

@@ -17,11 +17,8 @@ Dataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
 
 def train_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
-    """The rows of this rank in each generation batch, one per completion, once for each slice trained on.
-
-    As in TRL, each generation batch is repeated `steps_per_generation` x `num_iterations` times in a row. One
-    iteration over the loader is one epoch; the first iteration is the run's first epoch.
-    """
+    """The rows of this rank in each generation batch, one per completion, `steps_per_generation` x
+    `num_iterations` times in a row, as in TRL. One iteration over the loader is one epoch of the run."""
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(_Stream(_Shares(dataset, args)), batch_size=None)
     shares = _Shares(range(len(dataset)), args)

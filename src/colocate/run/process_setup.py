@@ -19,12 +19,11 @@ _PLUGINS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 
 
 def set_up_process(args: GRPOConfig) -> Accelerator:
-    """Seeds every global generator and sets how much is logged, as transformers' trainers do; returns the
+    """Seed every global generator and set how much is logged, as transformers' trainers do; returns the
     process's place among the ranks.
 
-    On CUDA, PyTorch's allocator is set to expandable segments unless the environment configures it: memory
-    that one phase frees can then be used by another phase in pieces of any size, so that fragmentation loses
-    gigabytes less.
+    On CUDA, PyTorch's allocator is set to expandable segments unless the environment configures it: pieces
+    that one phase frees serve another one in any size, so that fragmentation loses gigabytes less.
     """
     check_complete(vars(args))
     atexit.unregister(leave_process_groups)

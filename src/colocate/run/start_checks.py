@@ -66,11 +66,8 @@ _REMEDIES["eval_dataset"] = _REMEDIES["train_dataset"]
 def check_ranks(
     args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any, functions: Mapping[str, Any]
 ) -> None:
-    """Compare the ranks, of which there may be one, and whether the model can be split over them as asked.
-
-    Args:
-        functions: the user's reward functions, tools, environments and so on, by argument.
-    """
+    """Compare the ranks, and refuse a split that the model does not allow; `functions` are the user's own, by
+    the argument that they are passed as."""
     check_split(args, model)
     if args.world_size < 2:
         return
