@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 from colocate.config.grpo_config import GRPOConfig
 from colocate.options.values import shown
 from colocate.reporting.trackers import check_installed
-from colocate.rewards.arguments import check_columns
 from colocate.weights.layouts import causal_lm
 
 
@@ -112,25 +111,6 @@ def check_unchanged(args: GRPOConfig, before: Mapping[str, tuple[str, str]]) -> 
             f"trainer.args was changed after the trainer was made: {', '.join(changed)}. Set it in the "
             "GRPOConfig that the trainer is made with."
         )
-
-
-def check_reward_columns(
-    reward_funcs: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    args: GRPOConfig,
-    provided: Collection[str] = (),
-) -> None:
-    """Refuse a reward function's argument that no column of a dataset has, nor is `provided` by episodes."""
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    for dataset in (train_dataset, *evaluated):
-        if dataset is not None:
-            check_columns(
-                reward_funcs,
-                dataset.column_names,
-                only_prompts=bool(args.remove_unused_columns),
-                provided=provided,
-            )
 
 
 def _refuse(name: str, value: Any, wanted: str) -> NoReturn:

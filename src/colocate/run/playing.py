@@ -14,7 +14,7 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.data.encoding import CONTINUE
 from colocate.data.order import SOURCE_COLUMN
 from colocate.data.sampler import PromptBatches
-from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
+from colocate.data.splits import EvalDataset, TrainDataset, check_datasets, evaluation_sets
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.episodes.environments import EMPTY_PROMPT, EnvironmentPool
@@ -28,7 +28,7 @@ from colocate.experience.players.rollout_function import FunctionPlayer, Rollout
 from colocate.experience.requests import RequestBuilder
 from colocate.http.key import key_from_environment
 from colocate.parallel.mesh import Mesh
-from colocate.run.arguments import check_reward_columns
+from colocate.rewards.arguments import check_columns
 from colocate.run.options import BatchOptions, PlayerOptions
 from colocate.serving.installed import check_installed
 from colocate.types import SamplingParams
@@ -169,7 +169,10 @@ def datasets_of(
         kept_columns=("prompt", SOURCE_COLUMN) if args.dataset_weights else ("prompt",),
     )
     if playing.rollout_func is None and playing.agent is None:  # which may return any column
-        check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
+        only_prompts = bool(args.remove_unused_columns)
+        for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
+            columns = dataset.column_names
+            check_columns(reward_funcs, columns, only_prompts=only_prompts, provided=playing.columns)
     return train_dataset, eval_dataset
 
 
