@@ -25,6 +25,14 @@ class Hang(BaseException):
     pass
 
 
+def words_of(error: BaseException) -> str:
+    """Its text; a user's own error may have none."""
+    try:
+        return str(error)
+    except Exception:
+        return "no words"
+
+
 @dataclass
 class Case:
     kind: str
@@ -53,13 +61,14 @@ class Case:
         except Hang:
             return "hang", ""
         except self.errors as error:
-            named = all(any(part in str(error) for part in one.split("|")) for one in self.must_name)
-            is_clear = named and len(str(error)) < self.longest_error
-            return "clear" if is_clear else "raw", f"{type(error).__name__}: {error}"
+            words = words_of(error)
+            named = all(any(part in words for part in one.split("|")) for one in self.must_name)
+            is_clear = named and len(words) < self.longest_error
+            return "clear" if is_clear else "raw", f"{type(error).__name__}: {words}"
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return "raw", f"{type(error).__name__}: {error}"
+            return "raw", f"{type(error).__name__}: {words_of(error)}"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
