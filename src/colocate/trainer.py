@@ -163,14 +163,13 @@ class GRPOTrainer(TRLNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Generate for every held-out prompt, and log `eval_reward`, `eval_loss` and so on.
-
-        The metrics are over all completions; TRL's are averages over batches.
+        """Generate for every held-out prompt; log `eval_reward` and so on over all completions, not batches.
 
         Raises:
-            ValueError: there is no dataset, or `ignore_keys` is given (nothing is predicted but rewards).
+            ValueError: no dataset, `ignore_keys`, or options that were set after the trainer was made.
             FloatingPointError: the weights are not finite.
         """
+        arguments.check_unchanged(self.args, self._made_with, shaping_completions=True)
         if ignore_keys is not None:
             raise ValueError("evaluate() predicts nothing but rewards, so there are no ignore_keys.")
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

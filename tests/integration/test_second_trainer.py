@@ -90,6 +90,10 @@ def test_options_that_are_set_too_late_are_refused(tmp_path):
         trainer.train()
     assert "secret" not in str(error.value)
     trainer = make_trainer(tmp_path, **STEPS)
+    trainer.args.temperature = 0.5
+    with pytest.raises(ValueError, match=r"temperature from 1.0 to 0.5. Set it in"):
+        trainer.evaluate(make_dataset())
+    trainer = make_trainer(tmp_path, **STEPS)
     for name in ("args", "model", "train_dataset", "processing_class", "optimizer", "lr_scheduler", "engine"):
         with pytest.raises(AttributeError, match=f"Another {name} comes too late.* Make a new trainer"):
             setattr(trainer, name, getattr(trainer, name))

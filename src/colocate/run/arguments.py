@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from colocate.config.grpo_config import GRPOConfig
+from colocate.options.requirements import IN_COMPLETIONS, marked
 from colocate.options.values import shown
 from colocate.reporting.trackers import check_installed
 from colocate.weights.layouts import causal_lm
@@ -99,12 +100,19 @@ def texts_of(args: GRPOConfig) -> dict[str, tuple[str, str]]:
     return {name: (repr(value), shown(value, name)) for name, value in values.items()}
 
 
-def check_unchanged(args: GRPOConfig, before: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse options that were set after the trainer was made (`before`), of which its parts know nothing."""
+def check_unchanged(
+    args: GRPOConfig, before: Mapping[str, tuple[str, str]], shaping_completions: bool = False
+) -> None:
+    """Refuse options that were set after the trainer was made (`before`), of which its parts know nothing.
+
+    Args:
+        shaping_completions: Compare only the options with which completions are drawn, scored and weighed.
+    """
+    names = marked(type(args), IN_COMPLETIONS) if shaping_completions else before.keys()
     changed = [
         f"{name} from {before[name][1]} to {now[1]}"
         for name, now in texts_of(args).items()
-        if now[0] != before[name][0]
+        if name in names and now[0] != before[name][0]
     ]
     if changed:
         raise ValueError(
