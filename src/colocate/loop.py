@@ -32,7 +32,7 @@ from colocate.run.skipped_steps import keep_skipped_step
 from colocate.types import Sample
 
 
-class Face(Protocol):
+class TrainerHooks(Protocol):
     """The methods that the loop calls on the object that started it, `GRPOTrainer`, whose subclasses may
     override it."""
 
@@ -49,7 +49,7 @@ class Face(Protocol):
         ...
 
 
-def train(run: Run, face: Face) -> None:
+def train(run: Run, hooks: TrainerHooks) -> None:
     """Take the steps of a run."""
     journal, timeline, window = run.journal, run.timeline, run.window
     has_own_callbacks = any(ranks.of_all_ranks([journal.has_own_callbacks]))
@@ -62,7 +62,7 @@ def train(run: Run, face: Face) -> None:
             while not window.ready:  # a rollout may feed several steps, and a step may take several rollouts
                 batch = run.selector.next_batch(run.batches)
                 request = run.requests.training(batch)
-                face.note_request(request)
+                hooks.note_request(request)
                 episodes = roll_out(run, request)
                 with timeline.phase("score"):
                     run.scorers.wake()
@@ -73,13 +73,13 @@ def train(run: Run, face: Face) -> None:
                     window.add(run.selector.slices(rollout, batch.number), partial(old_logprobs, run))
                     run.scorers.sleep()
             with timeline.phase("train"):
-                samples, update = face.around_step(partial(take_step, run))
+                samples, update = hooks.around_step(partial(take_step, run))
             with timeline.phase("publish"):
                 publish(run)
             learn(run, samples, update)
             if has_own_callbacks:
                 publish_changes(run)
-            face.between_steps(stop)
+            hooks.between_steps(stop)
 
 
 def is_over(run: Run) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import HashStore
 
 from colocate.parallel.launching import free_port
-from colocate.parallel.watch import Tail, Watch
+from colocate.parallel.watch import LastLines, Watch
 from processes import SOURCE, TORCHRUN
 
 WORKER = Path(__file__).with_name("watch_worker.py")
@@ -113,7 +113,7 @@ def test_torchrun_shows_the_rank_that_failed_first(tmp_path):
 
 
 def test_of_a_progress_bar_the_last_state_is_kept(capsys):
-    tail = Tail(sys.stderr)
+    tail = LastLines(sys.stderr)
     print("first\n 1%|#\r 50%|##", end="", file=tail)
     print("\r99%|###\nlast", file=tail)
     assert tail.lines() == ["first", "99%|###", "last"]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from colocate.checkpoints.stop_signals import StopRequest
-from colocate.parallel import watch, whereabouts
+from colocate.parallel import stalls, watch
 
 
 def end(how: str) -> None:
@@ -53,7 +53,7 @@ def hang(directory: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import tiny
 
-    whereabouts.STALL_S = 2.0
+    stalls.STALL_S = 2.0
     is_told = directory / "told"
 
     class Telling(logging.Handler):

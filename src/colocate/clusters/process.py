@@ -14,7 +14,7 @@ from typing import Any
 
 from colocate.clusters.actor import Place, ProcessActor, Size
 from colocate.options.redaction import redacted
-from colocate.parallel.rank_failure import NUM_LINES, Failure, Tail
+from colocate.parallel.rank_failure import NUM_LINES, Failure, LastLines
 from colocate.version import __version__
 
 _START_S = 300.0
@@ -25,7 +25,7 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process has ended, and how the run has with it."""
+    """The ending of a process, and of the run with it."""
 
     code: int
     """The exit code, 128 + N after signal N."""
@@ -63,7 +63,7 @@ class Process:
 
     def __init__(self, name: str, seat: Mapping[str, Any], output: str = "") -> None:
         self.name, self._seat, self._output = name, seat, output
-        self.tail = Tail(None)
+        self.tail = LastLines(None)
         self.heard_s = time.monotonic()
         self._decoders = {number: codecs.getincrementaldecoder("utf-8")("replace") for number in (1, 2)}
         self._sit()
@@ -108,7 +108,7 @@ class Process:
         """Handle its output on file descriptor 1 or 2."""
         raise NotImplementedError
 
-    def last_words(self, failure: Failure | None) -> str:
+    def last_output(self, failure: Failure | None) -> str:
         """The error that it has noted, or else the last lines that it has written; empty: none."""
         said, about = self.tail.lines(), f"Its last lines{self._output}"
         if failure is not None:
@@ -121,10 +121,10 @@ class Process:
     ) -> Ending:
         """The ending of the process, with its last output. By default it was lost, and did not fail by an
         error of its own."""
-        words = self.last_words(failure)
+        words = self.last_output(failure)
         text = f"{self} {self.fault or how}. {words or 'It had said nothing.'}"
         at_s = math.inf if failure is None else failure.at_s
-        return Ending(code, text, was_lost, has_words=bool(self.last_words(None)), failed_at_s=at_s)
+        return Ending(code, text, was_lost, has_words=bool(self.last_output(None)), failed_at_s=at_s)
 
 
 @contextmanager

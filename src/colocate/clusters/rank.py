@@ -25,8 +25,8 @@ class Rank(Process):
     def size(self) -> Size:  # type: ignore[override]
         return None if self._prefix else _terminal_size()
 
-    def last_words(self, failure: Failure | None) -> str:
-        return super().last_words(failure) if self._prefix else "Its last lines are above."
+    def last_output(self, failure: Failure | None) -> str:
+        return super().last_output(failure) if self._prefix else "Its last lines are above."
 
     def say(self, number: int, text: str) -> None:
         if number == 2:

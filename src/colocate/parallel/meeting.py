@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_S = 30.0
-"""How much longer than the first rank the others wait for what it decides."""
+"""Seconds that the other ranks wait for the decision longer than the first rank."""
 _LINGER_S = 10.0
 """How long the first rank, in whose process the store may live, waits until the others have read why the run
 stops."""
@@ -32,9 +32,9 @@ PATIENCE_S = 30.0
 _LOOK_S = 0.1
 """Seconds between two looks whether a rank that is missing has ended."""
 APART_S = 10.0
-"""How long ranks that start may be apart when they come to the same error."""
+"""Seconds that starting ranks may be apart when they come to the same error."""
 _TOGETHER_S = 3.0
-"""How long, once they have met. Less than `watch.GRACE_S`, after which others end a rank that has failed."""
+"""Seconds once they have met: less than `watch.GRACE_S`, after which others end a failed rank."""
 
 _meeting: Meeting | None = None
 
@@ -67,7 +67,7 @@ class Meeting:
         self.store.set(f"{place}/{self.rank}", report)
         if self.rank == 0:
             reports = self._collect(place, timeout_s)
-            verdict = self._last_words(reports) or judge(reports)
+            verdict = self._errors_of_missing(reports) or judge(reports)
             self.store.set(f"{place}/verdict", verdict)
             if verdict:
                 self._linger(place, sum(report is not None for report in reports) - 1)
@@ -124,7 +124,7 @@ class Meeting:
     def _missing(self, place: str) -> list[int]:
         return [rank for rank in range(self.num_ranks) if not self.store.check([f"{place}/{rank}"])]
 
-    def _last_words(self, reports: Sequence[str | None]) -> str:
+    def _errors_of_missing(self, reports: Sequence[str | None]) -> str:
         """The errors of ranks that have ended before they came; empty if none has."""
         missing = [rank for rank, report in enumerate(reports) if report is None]
         return "\n".join(

@@ -65,7 +65,7 @@ NUM_LINES = 12
 """Lines of a dead rank's stderr that are shown."""
 
 
-class Tail:
+class LastLines:
     """A stream that passes everything on (to None: nothing) and keeps the last lines."""
 
     def __init__(self, stream: Any) -> None:

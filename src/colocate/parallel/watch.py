@@ -8,7 +8,7 @@ life into the store that the ranks have met at (MASTER_ADDR, MASTER_PORT), and r
     rank 1 raises       it writes its error down; the others have `GRACE_S` to raise the same error
     rank 1 ends         it writes that down; ranks in shared work that it has not done count it as lost
     its host is gone    it is silent for `ddp_timeout`
-    rank 1 hangs        a rank that waits says after a minute what rank 1 does (`whereabouts`), and waits on
+    rank 1 hangs        a rank that waits says after a minute what rank 1 does (`stalls`), and waits on
 
 The thread ends its process with `os._exit`, since nothing else ends one that waits inside a collective. It
 does so only while the process is at work that it shares with the others (`watching`).
@@ -37,9 +37,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import PrefixStore, TCPStore
 
 from colocate.options.redaction import redacted
-from colocate.parallel.rank_failure import NUM_LINES, Tail, record_failure
+from colocate.parallel.rank_failure import NUM_LINES, LastLines, record_failure
+from colocate.parallel.stalls import MainThreadWork, Stalls
 from colocate.parallel.verdict import PeerError, first_line
-from colocate.parallel.whereabouts import Stalls, Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankState:
     """The state of a rank that the others read."""
 
     rank: int
@@ -83,7 +83,7 @@ class Sign:
     waits: bool = False
     doing: str = ""
     remedy: str = ""
-    """The place in the run, as in `Whereabouts`."""
+    """The place in the run, as in `MainThreadWork`."""
 
     @property
     def name(self) -> str:
@@ -113,8 +113,8 @@ class Watch:
         self._store, self._silence_s = store, silence_s
         self._others = [other for other in range(num_ranks) if other != rank]
         pid = os.getpid()
-        self._sign = Sign(rank, socket.gethostname(), pid, _place(), _start_of(pid) or "")
-        self._signs: dict[int, Sign] = {}
+        self._state = RankState(rank, socket.gethostname(), pid, _place(), _start_of(pid) or "")
+        self._states: dict[int, RankState] = {}
         self._last_news_s = dict.fromkeys(self._others, time.monotonic())
         self._first_seen_s: dict[tuple[int, int], float] = {}
         """When each failure of another rank was seen first."""
@@ -124,7 +124,7 @@ class Watch:
         self._is_at_work = False
         self._progress: Callable[[], str] = str
         self._stop = threading.Event()
-        self._tail = Tail(sys.stderr)
+        self._tail = LastLines(sys.stderr)
         self._stalls = Stalls(rank)
         self._thread = threading.Thread(target=self._run, name="colocate-watch", daemon=True)
 
@@ -167,7 +167,8 @@ class Watch:
             self._is_at_work = False
             self._tell(finished=self._number)
         finally:
-            self._progress = functools.partial(str, self._sign.at)  # of the work, and not the trainer with it
+            # Of the work, and not the trainer with it.
+            self._progress = functools.partial(str, self._state.at)
 
     def _note_failure(self, error: BaseException) -> RankLoss | None:
         """Tell the others of an error; another rank's loss that explains it, which may be noticed later."""
@@ -192,10 +193,10 @@ class Watch:
 
     def _explains(self, loss: RankLoss, text: str, order: int) -> bool:
         """Whether the loss of a rank has led to this rank's error `text`, the failure number `order`."""
-        sign = self._signs.get(loss.rank)
-        if sign is None or sign.failed < self._number:
+        state = self._states.get(loss.rank)
+        if state is None or state.failed < self._number:
             return True
-        return sign.order < order and sign.error != text
+        return state.order < order and state.error != text
 
     # ── The thread ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,7 +213,7 @@ class Watch:
             self._tell_stalls()
             losses = self._losses()
             if not losses and lost_store_s is not None and time.monotonic() - lost_store_s > GRACE_S:
-                keeper = self._signs.get(0)
+                keeper = self._states.get(0)
                 name = "rank 0" if keeper is None else keeper.name
                 losses = [
                     RankLoss(0, f"{name} or its launcher, where all ranks meet, is gone: {store_error}.")
@@ -222,32 +223,31 @@ class Watch:
                     self._give_up(losses[0])
 
     def _beat(self) -> None:
-        news = Whereabouts.of_this_process()._asdict()
+        news = MainThreadWork.of_this_process()._asdict()
         with self._lock:
-            self._tell(beat=self._sign.beat + 1, **news)
+            self._tell(beat=self._state.beat + 1, **news)
 
     def _tell_stalls(self) -> None:
         """Say which rank this one has been waiting for, and what that rank does."""
-        going = [
-            sign for sign in list(self._signs.values()) if sign.finished < self._number and not sign.error
-        ]
-        for text in self._stalls.look(self._is_at_work and self._sign.waits, going):
+        states = list(self._states.values())
+        going = [state for state in states if state.finished < self._number and not state.error]
+        for text in self._stalls.look(self._is_at_work and self._state.waits, going):
             logger.warning(text)
 
     def _tell(self, **news: Any) -> None:
         """Write this rank's sign of life. Where the store is lost, the thread finds that out by itself."""
         with self._lock:
-            at = self._sign.at
+            at = self._state.at
             with suppress(Exception):  # the progress of a run that is being built, or taken apart
                 at = self._progress()
-            lines = news.pop("lines", None) or self._sign.lines
-            if not self._sign.error and "error" not in news:
+            lines = news.pop("lines", None) or self._state.lines
+            if not self._state.error and "error" not in news:
                 lines = self._tail.lines()
             if "finished" in news:
                 news |= {"error": "", "order": 0}
-            self._sign = replace(self._sign, at=at, lines=lines, **news)
+            self._state = replace(self._state, at=at, lines=lines, **news)
             try:
-                self._store.set(str(self._sign.rank), json.dumps(asdict(self._sign)))
+                self._store.set(str(self._state.rank), json.dumps(asdict(self._state)))
             except Exception:
                 if threading.current_thread() is self._thread:
                     raise
@@ -257,42 +257,43 @@ class Watch:
         for rank in self._others:
             if not self._store.check([str(rank)]):
                 continue
-            sign = Sign(**json.loads(self._store.get(str(rank))))
-            if sign != self._signs.get(rank):
+            state = RankState(**json.loads(self._store.get(str(rank))))
+            if state != self._states.get(rank):
                 self._last_news_s[rank] = time.monotonic()
-            self._signs[rank] = sign
+            self._states[rank] = state
 
     def _losses(self, *, at_once: bool = False) -> list[RankLoss]:
         """Ranks that will not finish, the first to fail first; `at_once`: no wait for own errors."""
         losses: list[tuple[int, RankLoss]] = []
         for rank in self._others:
-            sign = self._signs.get(rank)
-            if sign is None:
+            state = self._states.get(rank)
+            if state is None:
                 if self._is_silent(rank):
                     losses.append(
                         (0, RankLoss(rank, f"rank {rank} has not come for {self._silence_s:.0f} s."))
                     )
-            elif sign.finished >= self._number:
+            elif state.finished >= self._number:
                 continue
-            elif sign.failed >= self._number:
-                first_s = self._first_seen_s.setdefault((rank, sign.failed), time.monotonic())
+            elif state.failed >= self._number:
+                first_s = self._first_seen_s.setdefault((rank, state.failed), time.monotonic())
                 if at_once or time.monotonic() - first_s > GRACE_S:
-                    losses.append((sign.order, RankLoss(rank, _obituary(sign, f"has failed: {sign.error}"))))
-            elif sign.ended:
+                    losses.append(
+                        (state.order, RankLoss(rank, _loss_text(state, f"has failed: {state.error}")))
+                    )
+            elif state.ended:
                 text = (
-                    f"has ended its script, while rank {self._sign.rank} awaits it {self._sign.at}: all must "
+                    f"has ended its script, while rank {self._state.rank} awaits it {self._state.at}: all "
+                    "must call the same methods of the trainer"
                 )
-                losses.append(
-                    (0, RankLoss(rank, _obituary(sign, f"{text}call the same methods of the trainer")))
-                )
-            elif sign.is_gone(self._sign.place):
+                losses.append((0, RankLoss(rank, _loss_text(state, text))))
+            elif state.is_gone(self._state.place):
                 text = "has died: its process was killed or has crashed"
-                losses.append((0, RankLoss(rank, _obituary(sign, text))))
+                losses.append((0, RankLoss(rank, _loss_text(state, text))))
             elif (told := self._told_dead(rank)) is not None:
                 losses.append((0, RankLoss(rank, told)))
             elif self._is_silent(rank):
                 text = f"has given no sign of life for {self._silence_s:.0f} s (ddp_timeout)"
-                losses.append((0, RankLoss(rank, _obituary(sign, text))))
+                losses.append((0, RankLoss(rank, _loss_text(state, text))))
         return [loss for _, loss in sorted(losses)]
 
     def _is_silent(self, rank: int) -> bool:
@@ -307,13 +308,13 @@ class Watch:
 
     def _give_up(self, loss: RankLoss) -> None:
         """Say who was lost, once on each host in full, and end this process."""
-        sign, is_first = self._signs.get(loss.rank), True
+        state, is_first = self._states.get(loss.rank), True
         with suppress(Exception):
-            if sign is not None and sign.is_gone(self._sign.place):
+            if state is not None and state.is_gone(self._state.place):
                 self._store.set(f"{loss.rank}/dead", loss.text)
-            is_first = self._store.add(f"told on {self._sign.place or self._sign.host}", 1) == 1
+            is_first = self._store.add(f"told on {self._state.place or self._state.host}", 1) == 1
         text = f"{loss.text}\nThe other ranks end, too. {_ADVICE}" if is_first else loss.text.split("\n")[0]
-        os.write(2, f"\n[rank {self._sign.rank}] {redacted(text)}\n".encode())
+        os.write(2, f"\n[rank {self._state.rank}] {redacted(text)}\n".encode())
         flushing = threading.Thread(target=sys.stdout.flush, daemon=True)  # its lock may be held for ever
         flushing.start()
         flushing.join(1.0)
@@ -325,12 +326,12 @@ class Watch:
         self._tell(ended=True)
 
 
-def _obituary(sign: Sign, what: str) -> str:
-    at = f" {sign.at}" if sign.at else ""
-    if not sign.lines:
-        return f"{sign.name} {what}{at}. It had written nothing to stderr."
-    lines = "\n".join(f"    {line}" for line in sign.lines)
-    return f"{sign.name} {what}{at}. Its last lines:\n{lines}"
+def _loss_text(state: RankState, what: str) -> str:
+    at = f" {state.at}" if state.at else ""
+    if not state.lines:
+        return f"{state.name} {what}{at}. It had written nothing to stderr."
+    lines = "\n".join(f"    {line}" for line in state.lines)
+    return f"{state.name} {what}{at}. Its last lines:\n{lines}"
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -35,10 +35,10 @@ def compile_ahead(model: nn.Module) -> None:
         torch.autograd.set_multithreading_enabled(False),
         compiling(layout.device),
     ):
-        _rehearse(DecoderStack(model, HostActivations()), model)
+        _run_once(DecoderStack(model, HostActivations()), model)
 
 
-def _rehearse(stack: DecoderStack, model: nn.Module) -> None:
+def _run_once(stack: DecoderStack, model: nn.Module) -> None:
     """One forward and backward pass through one layer of each window, whose numbers mean nothing."""
     layout = layout_for(model)
     prompt = torch.zeros(PROMPT_TOKENS, dtype=torch.long, device=layout.device)

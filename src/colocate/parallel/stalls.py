@@ -29,7 +29,7 @@ _BY_DESIGN = "roll_out"
 lengths."""
 
 
-class Whereabouts(NamedTuple):
+class MainThreadWork(NamedTuple):
     """The work of a rank's main thread."""
 
     waits: bool
@@ -41,7 +41,7 @@ class Whereabouts(NamedTuple):
     """The limit of its time, as a sentence; empty: nothing."""
 
     @classmethod
-    def of_this_process(cls) -> Whereabouts:
+    def of_this_process(cls) -> MainThreadWork:
         """Look at the main thread, from any thread."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         calls: list[tuple[str, str]] = []
@@ -51,7 +51,7 @@ class Whereabouts(NamedTuple):
         return cls.of_calls(calls[::-1])
 
     @classmethod
-    def of_calls(cls, calls: list[tuple[str, str]]) -> Whereabouts:
+    def of_calls(cls, calls: list[tuple[str, str]]) -> MainThreadWork:
         """Read a stack of calls, each the file and the name of a function, the outermost first."""
         waits = any(part in file for file, _ in calls for part in _MEETINGS)
         is_own = [file.startswith(_PACKAGE) for file, _ in calls]
@@ -72,7 +72,7 @@ class Whereabouts(NamedTuple):
 
 
 class Seen(Protocol):
-    """The state of another rank (`watch.Sign`)."""
+    """The state of another rank (`watch.RankState`)."""
 
     @property
     def rank(self) -> int: ...
