@@ -140,7 +140,7 @@ class Driver:
         return bool(self._batches) or self._num_asked > 0
 
     def ask(self, job: Job) -> None:
-        """Let a request wait for the engine."""
+        """Queue a request for the engine."""
         with self._lock:
             self._num_asked += 1
         self._inbox.put(partial(self._add, job))
@@ -245,7 +245,7 @@ class Driver:
     # ── Whose turn it is ─────────────────────────────────────────────────────────────────────────────────
 
     def _choose(self) -> None:
-        """Let the batch whose turn it is be the present one."""
+        """Make the batch whose turn it is the present one."""
         if (current := self._current) is not None:
             if any(batch.has_work for batch in self._batches.values() if batch is not current):
                 if time.monotonic() - self._since_s > self._slice_s:
@@ -264,7 +264,7 @@ class Driver:
                 del self._batches[sampling]
 
     def _end_turn(self, batch: _Batch) -> None:
-        """Put a batch behind all others, or away if it has nothing left."""
+        """Move a batch behind all others, or drop it if it has nothing left."""
         (sampling,) = (key for key, other in self._batches.items() if other is batch)
         del self._batches[sampling]
         batch.is_closed = False

@@ -71,7 +71,7 @@ class Stepper:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is of no use; None: it is. Any thread may ask."""
+        """Why the engine cannot be used; None: it can. Any thread may ask."""
         if self._failure is not None:
             return self._failure
         since_s, limit_s = self._doing
@@ -156,7 +156,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="serving-engine", daemon=True)
 
     def check(self) -> None:
-        """Whether the engine is of use. See `Stepper.check`."""
+        """Check that the engine can be used. See `Stepper.check`."""
         self._stepper.check()
 
     def start(self) -> None:

@@ -54,7 +54,7 @@ class DrawnTurn:
 
 
 class RequestHandler(Protocol):
-    """Makes the requests to the engine of a caller's calls."""
+    """Makes requests to the engine from a caller's calls."""
 
     max_len: int
     """Tokens that a prompt and its completion may have together."""

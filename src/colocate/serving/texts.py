@@ -114,7 +114,7 @@ class Texts:
         return once, [known[letter] for letter in name] if known.keys() >= set(name) else None
 
     def parse(self, token_ids: Sequence[int], context: Sequence[int], call: ChatCall) -> Message:
-        """The message that a whole turn is, for `Renderer.bridge`."""
+        """Parse a whole turn into a message, for `Renderer.bridge`."""
         return self.renderer.parse(token_ids, context[-_NUM_OPENING:], call.tools)
 
     def message_stream(self, context: Sequence[int], call: ChatCall) -> MessageStream:

@@ -67,7 +67,7 @@ class BackgroundLoop:
         self._thread = None
 
     def close(self) -> None:
-        """Cancel all that is on the loop, and end it and the thread."""
+        """Cancel all tasks of the loop, and end the loop and its thread."""
         if self._loop is None:
             return
         self._is_closing.set()

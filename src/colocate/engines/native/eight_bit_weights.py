@@ -59,7 +59,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 class EightBitWeights(WeightMemory[EightBitWeight]):
-    """Where a rollout in 8 bits finds its weights."""
+    """The weights of a rollout in 8 bits."""
 
     def __init__(self) -> None:
         super().__init__("rollout weights in 8 bits")

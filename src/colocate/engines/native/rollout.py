@@ -126,7 +126,7 @@ class Rollout:
 
     @torch.inference_mode()
     def drop(self, sequences: Sequence[RunningSequence]) -> None:
-        """Forget sequences, whatever they do."""
+        """Forget sequences in any state."""
         rows = []
         for sequence in sequences:
             sequence.is_over = True

@@ -134,7 +134,7 @@ class Session:
         return DrawRequest(prompt, sampling, is_single, resting, start.given_ids, note=start)
 
     def note(self, call: Call, request: DrawRequest, turn: DrawnTurn) -> None:
-        """Add a turn to the episode.."""
+        """Add a turn to the episode."""
         assert turn.finish_reason is not None, "it has ended"
         start: _Continuation = request.note
         logprobs = None if turn.logprobs is None else tuple(turn.logprobs)

@@ -65,7 +65,7 @@ class SingleTurnPlayer(Player):
         return _episodes(request, self._engine.generate(request.prompts, self.sampling))
 
     def begin(self, request: RolloutRequest) -> BegunRequest:
-        """Let the sequences of a request wait to be generated."""
+        """Queue the sequences of a request."""
         return BegunRequest(request, self._engine.submit(request.prompts, self.sampling))
 
     def finish(self, begun: BegunRequest) -> list[Episode]:

@@ -417,7 +417,7 @@ class _ServerLoss:
         return time.strftime("%H:%M:%S", time.localtime(self._since_s))
 
     def goes_on(self, replica: ServerReplica, reason: str) -> _ServerLoss:
-        """The loss after an engine answered, and was of no use all the same."""
+        """The loss, continued after the engine answered but could not be used."""
         return _ServerLoss(replica, reason, min(2 * self._delay_s, _LAST_PROBE_S), since_s=self._since_s)
 
     def stop(self) -> None:

@@ -136,7 +136,7 @@ class ServerWatch:
             )
 
     def _check_busy(self, answer: Any, idle: tuple[int, float] | None) -> None:
-        """Look as `look` does; vLLM tells no steps."""
+        """Check as `look` does; vLLM does not count its steps."""
         if not isinstance(answer, dict) or answer.get("is_busy") is not False:
             return
         now_s, num_steps = time.monotonic(), answer.get("num_steps", 0)
