@@ -29,7 +29,7 @@ def check_reward_source(reward_funcs: Any, environment_factory: Any) -> None:
 
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
-    """`args`; None: as in TRL, a configuration of defaults whose `output_dir` is named after the model."""
+    """`args`; None: as in TRL, a default configuration with an `output_dir` named after the model."""
     if args is None:
         _check_model(model)
         name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
@@ -81,7 +81,7 @@ def check_arguments(
 
 
 def check_modes(device_type: str) -> None:
-    """Refuse modes of PyTorch that a script has set around `train`, and that would reach into it."""
+    """Refuse modes of PyTorch that a script has set around `train` and that would act within it."""
     if not torch.is_grad_enabled():
         raise ValueError(
             "train() was called within torch.no_grad() or torch.inference_mode(), where nothing gets a "
@@ -103,7 +103,7 @@ def texts_of(args: GRPOConfig) -> dict[str, tuple[str, str]]:
 def check_unchanged(
     args: GRPOConfig, before: Mapping[str, tuple[str, str]], shaping_completions: bool = False
 ) -> None:
-    """Refuse options that were set after the trainer was made (`before`), of which its parts know nothing.
+    """Refuse options that were set after the trainer was made (`before`), since its parts do not know them.
 
     Args:
         shaping_completions: Compare only the options with which completions are drawn, scored and weighed.

@@ -236,7 +236,7 @@ def build_selector(policy: Policy, options: SelectionOptions, rewards: RewardFun
 
 def build_window(model: nn.Module, options: PolicyOptions, device: torch.device) -> TrainingWindow:
     """The window, which evaluates all completions in evaluation mode if the model has dropout or other noise,
-    and something in the loss compares the policy with what the engine reports."""
+    and the loss compares the policy with the engine's log-probs."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in active_dropout(model).items())
     others = [] if runs_packed(model) else training_only(model)
     if others and options.process_index == 0:
@@ -348,7 +348,7 @@ def build_scorers(
     options: ScoringOptions,
     device: torch.device,
 ) -> SleepingWeights:
-    """The weights that only scoring reads, which sleep outside of it with `offload_scorers`."""
+    """The weights that only scoring reads; with `offload_scorers` they sleep at other times."""
     if not options.offload_scorers:
         return SleepingWeights((), device)
     weights: list[torch.Tensor] = [weight for scorer in rewards.models for weight in scorer.parameters()]
@@ -399,8 +399,8 @@ def build_requests(
     playing: Playing,
     reward_names: Sequence[str],
 ) -> RequestBuilder:
-    """The builder of requests from both datasets, whose longest and shortest prompts are checked now, and the
-    first one is looked at as the model will read it."""
+    """The builder of requests from both datasets. Their longest and shortest prompts are checked now, and the
+    first one as the model will read it."""
     length, reason = context_length(model, options.vllm_max_model_length)
     requests = RequestBuilder(tokenizer, options, length, playing.schemas_of, context_reason=reason)
 
@@ -466,8 +466,8 @@ def build_timeline(
     journal: Journal,
     library_bytes: int,
 ) -> Timeline:
-    """The timeline, whose categories divide up the device's memory; on a CPU with that of Python and
-    libraries (`library_bytes`)."""
+    """The timeline, with the categories of the device's memory; on a CPU also that of Python and libraries
+    (`library_bytes`)."""
     of_host = [Category("libraries", lambda: library_bytes)] if device.type == "cpu" else []
     return Timeline(
         device,

@@ -1,4 +1,4 @@
-"""The datasets of a run file: which are read, what becomes of their rows, and what is left out."""
+"""The datasets of a run file: they are read, their rows become prompts, and some rows are left out."""
 
 from __future__ import annotations
 

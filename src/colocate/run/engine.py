@@ -1,5 +1,4 @@
-"""The engine of a run, what it draws from and how long its sequences may be: its options say so, and its
-model."""
+"""The engine of a run, its sampling parameters and the length of its sequences, from options and model."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def engine_of_auto(
     model: nn.Module, *, use_vllm: bool, generate_arguments: str = ""
 ) -> tuple[str, str | None]:
     """The engine that engine="auto" chooses for a model, and the reason if it is not the native engine;
-    `generate_arguments` (in words) only `model.generate` knows."""
+    `generate_arguments` are words for options that only `model.generate` knows."""
     if generate_arguments:
         return "transformers", (
             f"generation_kwargs asks for {generate_arguments}, which the native engine does not support (it "
@@ -139,7 +138,7 @@ def sampling_params(options: CompletionOptions, stop_token_ids: tuple[int, ...])
 
 def context_length(model: nn.Module, asked: int | None) -> tuple[int, str]:
     """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` (`asked`)
-    if fewer; and what says so."""
+    if fewer; and the reason for that limit."""
     longest = longest_context(causal_lm(model).config)
     longest.check(asked, "vllm_max_model_length")
     most = longest.num_tokens or 1 << 62

@@ -1,4 +1,4 @@
-"""The identity of a run: what a checkpoint remembers of it, and what a resumed run is compared with."""
+"""The identity of a run, which checkpoints keep, and which a resumed run is compared with."""
 
 from __future__ import annotations
 

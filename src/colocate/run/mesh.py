@@ -30,8 +30,7 @@ def weight_parts_of(
     peft_config: Any,
     optimizers: Any,
 ) -> int:
-    """The number of ranks over which each copy of the weights is split: what `shard` says, or the planner
-    chooses."""
+    """The number of ranks that split each copy of the weights, by `shard` or the planner's choice."""
     if options.shard != "auto" or accelerator.num_processes == 1:
         return options.shard if isinstance(options.shard, int) else 1
     if isinstance(model, nn.Module) and weight_part_of(model) != WHOLE:

@@ -1,6 +1,6 @@
 """The options that each part of a run reads, taken from its configuration once.
 
-A record here adds what other parts and transformers declare to what its part declares itself.
+A record here has the options that its part declares, and those of other parts and transformers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PlayerOptions(TurnOptions, CarryOptions):
 
 @dataclass(kw_only=True)
 class PolicyOptions(PlannedOptions):
-    """The options of the policy, of its plan and of what it is compared with."""
+    """The options of the policy, of its plan and of the reference."""
 
     max_grad_norm: float
     router_aux_loss_coef: float | None
@@ -65,7 +65,7 @@ class PolicyOptions(PlannedOptions):
 
 @dataclass(kw_only=True)
 class ScoringOptions(AdvantageOptions, CarryOptions):
-    """The options of rewards and of what becomes of them."""
+    """The options of rewards and of their use."""
 
     reward_weights: list[float] | None
     reward_timeout_s: float | None

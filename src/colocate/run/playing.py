@@ -73,8 +73,8 @@ class Playing:
 
     @contextmanager
     def tools_at_work(self) -> Iterator[None]:
-        """A context at whose end no thread of tools is left, unless it is within another such context. What
-        ends the process in it says so."""
+        """A context that ends all threads of tools, unless it is within another such context. If something
+        ends the process within it, a message says so."""
         with ExitStack() as stack:
             stack.enter_context(LoudExits())
             for runner in self.runners:
