@@ -110,7 +110,7 @@ def _streamed(generator: torch.Generator, dtype: torch.dtype) -> tuple[Callable[
 
 
 def _swiglu(generator: torch.Generator, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Tensor]:
-    """The kernel for few rows and, in large and narrow tiles, the one for many."""
+    """The gated product of few rows, and that of many rows in large and in narrow tiles."""
     from colocate.kernels.matmul import swiglu
 
     x, weight = _draw(generator, 512, 1536, 2 * 8960, dtype)
