@@ -223,7 +223,8 @@ def test_a_cluster_of_another_version_is_told(make_run, cluster, monkeypatch, ca
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
 def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environment):
     """The cluster is the driver's own. Ctrl-C in the panel's terminal finishes the current step."""
     pytest.importorskip("ray")

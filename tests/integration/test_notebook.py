@@ -60,6 +60,7 @@ def outputs(tmp_path_factory) -> dict[str, list[Any]]:
 
 
 @pytest.mark.early
+@pytest.mark.slow
 def test_training_has_one_output_with_a_table_and_a_chart(outputs):
     cell = outputs["from peft import LoraConfig"]
     (display,) = (output for output in cell if output.output_type == "display_data")
@@ -77,6 +78,7 @@ def test_training_has_one_output_with_a_table_and_a_chart(outputs):
     assert "Reward" in drawn and "held-out evaluation" in drawn and "step 6: reward" in drawn
 
 
+@pytest.mark.slow
 def test_what_the_run_has_left_is_found_by_the_cells_behind_it(outputs):
     report, answer = (
         outputs["!colocate report runs/notebook"],
