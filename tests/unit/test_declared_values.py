@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colocate.config.declared_values import check_batch, check_values
@@ -62,6 +62,7 @@ def test_defaults_and_older_names_are_taken():
         check_values({"engine": name})
 
 
+@example(name="rollout_precision", value="-1")
 @given(name=st.sampled_from(sorted(FIELDS.keys() - NOT_SET)), value=st.sampled_from(VALUES))
 @settings(max_examples=150, deadline=None)
 def test_what_is_refused_early_is_what_the_classes_refuse(name, value):

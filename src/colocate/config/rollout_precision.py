@@ -28,7 +28,7 @@ def check_precision(config: Any, engine: str) -> None:
 def resolve_correction(config: Any) -> list[str]:
     """Correct token by token what is rolled out in 8 bits; returns lines that say so."""
     mode = config.vllm_importance_sampling_mode
-    if config.rollout_precision == "bf16":
+    if config.rollout_precision not in ASSUMED_SPREAD:  # bf16, or what is refused as none of the choices
         return []
     precision = f"rollout_precision={config.rollout_precision!r}"
     if not config.vllm_importance_sampling_correction:
