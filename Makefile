@@ -84,7 +84,7 @@ multi-gpu-test: $(VENV)/.installed-gpu
 multi-gpu-vllm-test:
 	$(VLLM_GPU_PYTHON) -m pytest tests/gpu -m "multi_gpu and vllm"
 
-# TRTLLM_PYTHON is the interpreter of an environment with TensorRT-LLM, ray and colocate.
+# TRTLLM_PYTHON is the interpreter of an environment with TensorRT-LLM, ray, colocate and colocate-trtllm.
 gpu-trtllm-test: $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest tests/unit/test_engine_contract.py tests/unit/test_trtllm_points.py -m trtllm
 
@@ -113,7 +113,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.step.cpu
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-plain build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .venv-plain build src/*.egg-info distributions/*/src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -124,8 +124,8 @@ $(VENV)/.installed: pyproject.toml .ci/cpu_torch.py | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable .
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP_INSTALL) --editable ".[test]"
+$(VENV)/.installed-test: $(VENV)/.installed distributions/trtllm/pyproject.toml
+	$(PIP_INSTALL) --editable ".[test]" --editable distributions/trtllm
 	touch $@
 
 $(VENV)/.installed-gpu: $(VENV)/.installed-test
@@ -146,6 +146,6 @@ $(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_requirements.py .ci/cpu_torch.p
 	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet $(FROM_INDEX) --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[peft,bitsandbytes,ray]" "pytest<9.2" pytest-xdist hypothesis
+		--editable ".[peft,bitsandbytes,ray]" --editable distributions/trtllm "pytest<9.2" pytest-xdist hypothesis
 	$(VLLM_BIN)/python .ci/cpu_torch.py | grep triton | xargs --no-run-if-empty $(VLLM_BIN)/python -m pip install --quiet
 	touch $@

@@ -4,7 +4,7 @@
 #     bash examples/math_ray.sh TP [--option value ...]
 #
 # TP GPUs compute each completion together. Who generates is whatever is installed: TensorRT-LLM (here, or where
-# TRTLLM_PYTHON says), else vLLM, else the native engine. Later options override those below.
+# TRTLLM_PYTHON says; with colocate-trtllm), else vLLM, else the native engine. Later options override those below.
 set -euo pipefail
 tp=${1:?"the tensor-parallel size is missing: bash examples/math_ray.sh 1"}
 shift

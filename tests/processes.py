@@ -21,6 +21,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 """Before a script: two processes of it."""
 
 SOURCE = Path(__file__).parents[1] / "src"
+TRTLLM_SOURCE = SOURCE.parent / "distributions" / "trtllm" / "src"
 
 FORKS = multiprocessing.get_context("forkserver")
 """Starts processes that are forked from a server which has imported everything: a fresh interpreter needs

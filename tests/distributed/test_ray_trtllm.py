@@ -16,7 +16,7 @@ import pytest
 from test_ray_launcher import FOREIGN, home_of_ray
 
 import tiny
-from processes import SOURCE
+from processes import SOURCE, TRTLLM_SOURCE
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
@@ -28,7 +28,7 @@ import os
 import signal
 from pathlib import Path
 
-from colocate.engines.trtllm import chunks
+from colocate_trtllm import chunks
 from trtllm_case import HostMemory
 
 chunks.CudaMemory = HostMemory  # there is no GPU
@@ -66,13 +66,14 @@ def directory(tmp_path) -> Path:
 def train(directory: Path, size: int, *options: str) -> subprocess.CompletedProcess:
     """The command of the quick start, which takes this engine because its package is there."""
     pytest.importorskip("ray")
-    paths = [str(SOURCE), str(directory / "packages"), str(UNIT), str(UNIT.parent)]
+    paths = [SOURCE, TRTLLM_SOURCE, directory / "packages", UNIT, UNIT.parent]
     words = ["bash", str(UNIT.parents[1] / "examples" / "math_ray.sh"), str(size), "--ranks_per_node", "2"]
     for name, value in RUN.items():
         words += [f"--{name}", str(value)]
     with home_of_ray() as home:
         given = {"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
-        given |= {"PYTHONPATH": os.pathsep.join(paths), LOG: str(directory / "events"), "HF_HUB_OFFLINE": "1"}
+        given |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
+        given[LOG] = str(directory / "events")
         given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return subprocess.run(
             [*words, *options],

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+TRTLLM = ROOT / "distributions" / "trtllm"
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
     """What `python -m build` makes of a copy of this checkout, with the setuptools that is here."""
@@ -31,7 +34,7 @@ def dist(tmp_path_factory) -> Path:
         if path.is_file():
             shutil.copyfile(path, checkout / path.name)
     left_behind = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (".ci", "docker", "docs", "examples", "recipes", "src"):
+    for name in (".ci", "distributions", "docker", "docs", "examples", "recipes", "src"):
         shutil.copytree(ROOT / name, checkout / name, ignore=left_behind, dirs_exist_ok=True)
     words = [sys.executable, "-m", "build", "--no-isolation", str(checkout)]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -78,7 +81,7 @@ def test_the_source_package_has_what_a_newcomer_tries(dist):
     for name in (
         *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", ".ci/cpu_torch.py"),
         *("recipes/quickstart.yaml", "examples/quickstart/warm_start.py", "docs/using-the-model.md"),
-        "src/colocate/py.typed",
+        *("src/colocate/py.typed", "distributions/trtllm/pyproject.toml", "distributions/trtllm/LICENSE"),
     ):
         assert name in names, name
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests/", "runs/"))]
@@ -103,6 +106,35 @@ def test_the_installed_wheel_starts(dist, tmp_path):
     words = [str(target / "bin" / "colocate"), "--version"]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == f"colocate {__version__}\n"
+
+
+def test_the_wheel_of_tensorrt_llm_has_its_files_and_plugs_in(tmp_path):
+    """Made offline of a copy, as `pip install ./distributions/trtllm` makes it."""
+    copy, target = tmp_path / "trtllm", tmp_path / "site"
+    shutil.copytree(TRTLLM, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([sys.executable, *words, "--target", str(target), str(copy)], check=True)
+    source, inside = TRTLLM / "src", {path.relative_to(target) for path in target.rglob("*")}
+    files = (path for path in source.rglob("*") if path.suffix in (".py", ".typed"))
+    assert {path.relative_to(source) for path in files} == {
+        path for path in inside if path.parts[0] == "colocate_trtllm" and path.suffix in (".py", ".typed")
+    }
+    assert any(str(path).endswith("licenses/LICENSE") for path in inside)
+    code = (
+        "from colocate.engines.registry import engines\n"
+        "engine = engines()['trtllm']\n"
+        "print(engine.record.__name__, __import__('colocate_trtllm').__file__)"
+    )
+    paths = [str(target), str(ROOT / "src")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"TRTLLMOptions {target / 'colocate_trtllm' / '__init__.py'}\n"
 
 
 def test_every_extra_that_an_error_or_a_page_names_is_declared():

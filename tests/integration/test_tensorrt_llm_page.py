@@ -19,13 +19,13 @@ from colocate import cli
 from colocate.commands.train import _ask
 from colocate.config.run_config import parse_run
 from colocate.options.run_file import read_overrides
-from processes import SOURCE
+from processes import SOURCE, TRTLLM_SOURCE
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-    for path in (ROOT / "src/colocate/engines/trtllm").glob("*.py")
+    for path in [*TRTLLM_SOURCE.rglob("*.py"), SOURCE / "colocate/options/distributions.py"]
 )
 COMMANDS = [
     line for text in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in text.splitlines() if line
@@ -45,7 +45,8 @@ def test_every_file_and_test_of_the_table_is_there():
     for component, here, test in ROWS:
         paths = [path for path in re.findall(r"`([\w/.]+)`", here) if "/" in path or path.endswith(".py")]
         for path in paths:
-            assert (SOURCE / "colocate" / path).is_file() or (ROOT / path).is_file(), (component, path)
+            places = (SOURCE / "colocate", TRTLLM_SOURCE, ROOT)
+            assert any((place / path).is_file() for place in places), (component, path)
         if component == "critic":
             assert (here, test) == ("none: GRPO has no critic", "")
             continue
@@ -96,15 +97,16 @@ def test_every_command_of_the_page_is_read_by_its_own_parser(monkeypatch):
         elif words[0] == "bash":
             subprocess.run(["bash", "-n", str(ROOT / words[1])], check=True)
         else:
-            assert words[1] == "install" and words[-1] in (".[trtllm]", "ray>=2.40", ".")
+            assert words[1] == "install" and words[-1] in ("./distributions/trtllm", "ray>=2.40")
     assert kinds == ["bash", *["colocate"] * 3, "make", *["pip"] * 3, "colocate"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["trtllm"] == extras["ray"]
+    own = tomllib.loads((ROOT / "distributions/trtllm/pyproject.toml").read_text())["project"]
+    assert own["dependencies"] == ["colocate[ray]"] and extras["ray"] == ["ray>=2.40"]
 
 
 def test_messages_are_those_of_the_code():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], re.MULTILINE)
-    assert len(messages) == 6
+    assert len(messages) == 7
     for message in messages:
         assert message in SOURCES, message
 

@@ -14,7 +14,7 @@ from colocate.options.names import OF_TRL
 
 OWN = {
     **dict.fromkeys(
-        ("engine", "engine_kwargs", "max_num_seqs", "page_size", "kv_cache_tokens", "rollout_precision"),
+        ("engine", "max_num_seqs", "page_size", "kv_cache_tokens", "rollout_precision"),
         "options of engines that TRL does not have",
     ),
     **dict.fromkeys(

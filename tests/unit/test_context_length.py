@@ -10,12 +10,12 @@ import transformers
 from test_policy import make_policy, make_samples
 from transformers import AutoModelForCausalLM
 
-from colocate.engines.trtllm.arguments import max_len_of
 from colocate.rewards.models import RewardModel
 from colocate.rollout_server.trainer.fit import _check_context
 from colocate.run.engine import context_length
 from colocate.weights.context_length import longest_context
 from colocate.weights.layouts import has_layout
+from colocate_trtllm.arguments import max_len_of
 from tiny import EOS, PAD, VOCAB_SIZE, make_reward_model, make_tokenizer, make_trainer, sums
 
 ORIGINAL = 16

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "colocate"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "colocate"
 LAUNCHER = SOURCE / "clusters"
 LOOPBACK_SWITCH = "ray._private.ray_constants"
 """Ray has no public one that keeps the ports of a cluster of one machine from others."""
 MOST_LINES = 900
 """Of the launcher, that is of all modules of the package, those without Ray, too. Not counted is what needs
 no Ray and is beside it: `parallel/ray_cluster.py` and `slices.py`."""
-ADAPTER = "engines/trtllm/ray_server.py"
+ADAPTER = ROOT / "distributions/trtllm/src/colocate_trtllm/ray_server.py"
 """TensorRT-LLM's server is an actor beside a rank."""
 
 
@@ -42,13 +43,15 @@ def ray_names(path: Path) -> set[str]:
 @functools.cache
 def of_ray() -> dict[str, set[str]]:
     """The modules that import Ray, with the names that they use."""
-    found = {str(path.relative_to(SOURCE)): ray_names(path) for path in sorted(SOURCE.rglob("*.py"))}
+    files = [*sorted(SOURCE.rglob("*.py")), *ADAPTER.parent.glob("*.py")]
+    found = {str(path.relative_to(ROOT)): ray_names(path) for path in files}
     return {path: names for path, names in found.items() if names}
 
 
 def test_only_the_launcher_and_one_adapter_import_ray():
-    modules = [f"clusters/{name}.py" for name in ("actor", "cluster", "process", "replica", "start")]
-    assert list(of_ray()) == [*modules, ADAPTER]
+    names = ("actor", "cluster", "process", "replica", "start")
+    modules = [f"src/colocate/clusters/{name}.py" for name in names]
+    assert list(of_ray()) == [*modules, str(ADAPTER.relative_to(ROOT))]
 
 
 def test_the_launcher_is_short():

@@ -66,6 +66,14 @@ def test_no_function_is_longer_than_a_screen_but_kernels_and_their_launchers():
     assert long == []
 
 
+def test_an_engine_that_is_a_distribution_is_named_only_where_it_says_what_to_install():
+    """The package knows of it what its entry point tells, so that another's engine can do the same."""
+    named = re.compile(r"trtllm|tensorrt|trt-llm", re.IGNORECASE)
+    files = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.js")]
+    found = [path for path in files if named.search(path.name + path.read_text(encoding="utf-8"))]
+    assert found == [PACKAGE / "options" / "distributions.py"]
+
+
 @pytest.mark.parametrize(("file", "most"), [("loop.py", 160), ("trainer.py", 300)])
 def test_what_is_read_first_is_short(file, most):
     assert len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) <= most

@@ -21,15 +21,16 @@ from trtllm_stand_in import GPUS, NEWEST, OLDEST
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.engines.base import EngineLost
-from colocate.engines.registry import ENGINES, EngineParts
-from colocate.engines.trtllm import arguments as arguments_module
-from colocate.engines.trtllm.arguments import OWN_ARGUMENTS, check_engine_kwargs, llm_arguments, older_rope
-from colocate.engines.trtllm.server import WORKER
+from colocate.engines.registry import EngineParts, engine_of, plugged_in
+from colocate.options.distributions import BROUGHT_BY
 from colocate.parallel.launching import without_launchers
 from colocate.parallel.ray_cluster import VARIABLE, ClusterRequest, RayPlace
 from colocate.types import SamplingParams
-
-SOURCE = Path(__file__).parents[2] / "src"
+from colocate_trtllm import arguments as arguments_module
+from colocate_trtllm.arguments import OWN_ARGUMENTS, check_engine_kwargs, llm_arguments, older_rope
+from colocate_trtllm.options import ENGINE
+from colocate_trtllm.server import WORKER
+from processes import SOURCE, TRTLLM_SOURCE
 
 
 @pytest.fixture
@@ -45,26 +46,26 @@ def parts(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("ray", r"needs the package ray, .* pip install 'ray>=2.40', or colocate's extra trtllm"),
+        ("ray", r"needs the package ray, .* pip install 'ray>=2.40'"),
         (
             "tensorrt_llm",
-            r"needs TensorRT-LLM, which is not installed here.*trtllm_python.*extra trtllm",
+            r"needs TensorRT-LLM, which is not installed here.*install --no-deps \. \./dist.*trtllm_python",
         ),
     ],
 )
-def test_a_missing_package_is_an_error_with_the_extra(parts, missing, message, monkeypatch):
+def test_a_missing_package_is_an_error_with_what_to_install(parts, missing, message, monkeypatch):
     monkeypatch.setattr(
         arguments_module.importlib.util, "find_spec", lambda name: None if name == missing else name
     )
     with pytest.raises(ImportError, match=message):
-        ENGINES["trtllm"].make(parts)
+        ENGINE.make(parts)
 
 
 def test_an_interpreter_that_is_not_there_is_refused(parts):
     pytest.importorskip("ray")
     parts.options.trtllm_python = "/nowhere/python"
     with pytest.raises(ValueError, match=r"trtllm_python='/nowhere/python' is no file on this node"):
-        ENGINES["trtllm"].make(parts)
+        ENGINE.make(parts)
 
 
 def test_a_run_without_ray_is_told_how_to_start(parts, monkeypatch):
@@ -72,7 +73,13 @@ def test_a_run_without_ray_is_told_how_to_start(parts, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     parts.options.trtllm_python = sys.executable
     with pytest.raises(ValueError, match=r"not started in one. Start the run with --launcher ray"):
-        ENGINES["trtllm"].make(parts)
+        ENGINE.make(parts)
+
+
+def test_it_is_found_by_the_entry_point_of_its_distribution():
+    assert engine_of("trtllm") is ENGINE
+    assert BROUGHT_BY["trtllm"] == plugged_in()["trtllm"].dist.name == "colocate-trtllm"
+    assert (TRTLLM_SOURCE.parent / "pyproject.toml").is_file()  # where `how_to_install` says
 
 
 # ── Options ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +167,7 @@ def test_the_servers_files_need_nothing_that_tensorrt_llm_pins():
         "import sys; "
         f"sys.modules.update(dict.fromkeys({blocked!r})); "
         "from trtllm_package import install; install(); "
-        "import colocate.engines.trtllm.server, colocate.engines.trtllm.weight_worker"
+        "import colocate_trtllm.server, colocate_trtllm.weight_worker"
     )
     package = (
         "import sys, types\n"
@@ -173,13 +180,13 @@ def test_the_servers_files_need_nothing_that_tensorrt_llm_pins():
     )
     preamble = f"import types, sys; m = types.ModuleType('trtllm_package'); exec({package!r}, m.__dict__); "
     preamble += "sys.modules['trtllm_package'] = m; "
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    environment = os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{TRTLLM_SOURCE}"}
     subprocess.run([sys.executable, "-c", preamble + code], env=environment, check=True)
 
 
 def test_the_worker_is_found_by_its_name():
     module, _, name = WORKER.rpartition(".")
-    assert (SOURCE / (module.replace(".", "/") + ".py")).is_file() and name == "WeightWorker"
+    assert (TRTLLM_SOURCE / (module.replace(".", "/") + ".py")).is_file() and name == "WeightWorker"
 
 
 @given(

@@ -13,11 +13,11 @@ from engine_models import MAX_POSITION, greedy_references, make_model, make_prom
 from trtllm_case import BUCKET_BYTES, HostMemory, LocalServer, arguments_for
 from trtllm_stand_in import GPUS, NEWEST, installed
 
-from colocate.engines.trtllm import engine as engine_module
-from colocate.engines.trtllm.engine import TRTLLMEngine
-from colocate.engines.trtllm.ray_server import Placement
 from colocate.parallel.verdict import PeerError, Peers
 from colocate.types import SamplingParams
+from colocate_trtllm import engine as engine_module
+from colocate_trtllm.engine import TRTLLMEngine
+from colocate_trtllm.ray_server import Placement
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 

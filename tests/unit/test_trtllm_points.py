@@ -27,14 +27,14 @@ from trtllm_case import (
 )
 from trtllm_stand_in import GPUS, NEWEST, OLDEST, RayPlacementConfig, installed
 
-from colocate.engines.trtllm import chunks as chunks_module
-from colocate.engines.trtllm import memory_tags, ray_server
-from colocate.engines.trtllm.chunks import chunks
-from colocate.engines.trtllm.ray_server import Placement
-from colocate.engines.trtllm.sampling import SamplingRequest, sampling_arguments
 from colocate.parallel.ray_cluster import RayPlace
 from colocate.policy.model.loading import stop_token_ids
 from colocate.types import SamplingParams
+from colocate_trtllm import chunks as chunks_module
+from colocate_trtllm import memory_tags, ray_server
+from colocate_trtllm.chunks import chunks
+from colocate_trtllm.ray_server import Placement
+from colocate_trtllm.sampling import SamplingRequest, sampling_arguments
 
 REAL = "installed"
 RELEASES = (

@@ -16,14 +16,14 @@ import torch
 from engine_models import MAX_POSITION
 from trtllm_stand_in import GPUS, NEWEST, installed
 
-from colocate.engines.trtllm.arguments import llm_arguments
-from colocate.engines.trtllm.chunks import CudaMemory
-from colocate.engines.trtllm.engine import TRTLLMEngine
-from colocate.engines.trtllm.ray_server import Placement
-from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.verdict import Peers
 from colocate.weights.layouts import causal_lm
+from colocate_trtllm.arguments import llm_arguments
+from colocate_trtllm.chunks import CudaMemory
+from colocate_trtllm.engine import TRTLLMEngine
+from colocate_trtllm.ray_server import Placement
+from colocate_trtllm.server import Started, TRTLLMServer
 
 BUCKET_BYTES = 2**12
 """Less than the embedding of the tests' models has, so that it is split."""
@@ -153,7 +153,7 @@ def arguments_for(model: Any, **options: Any) -> dict[str, Any]:
 
 def make_real_engine(model: Any) -> TRTLLMEngine:
     """For tests marked `trtllm`: an engine beside this process on its GPU, in a cluster of its own."""
-    from colocate.engines.trtllm import ray_server
+    from colocate_trtllm import ray_server
 
     arguments = arguments_for(model, engine_kwargs={"kv_cache_config": {"free_gpu_memory_fraction": 0.1}})
     server, started = ray_server.start(

@@ -562,7 +562,7 @@ def install(release: str = NEWEST) -> None:
 @contextmanager
 def installed(release: str = NEWEST) -> Iterator[list[str]]:
     """Put the package into this process; yields the list of what happens."""
-    own = {"colocate.engines.trtllm.weight_worker", *modules(release)}
+    own = {"colocate_trtllm.weight_worker", *modules(release)}
     before = {name: sys.modules.pop(name, None) for name in own}
     install(release)
     _events.clear()

@@ -20,7 +20,7 @@ RUN_FILE = "config.yaml"
 """The options of a run of `colocate train`, which it writes into its directory."""
 _OF_CODE = (
     *("trust_remote_code", "model_init_kwargs", "reward_funcs", "tools", "environment_factory"),
-    *("vllm_engine_kwargs", "trtllm_engine_kwargs"),
+    "vllm_engine_kwargs",
 )
 """Options that decide which code is run. Whoever wrote a model's directory wrote its options, too."""
 

@@ -25,6 +25,7 @@ from colocate.commands.run_options import (
     with_model_options,
 )
 from colocate.config.declared_values import check_batch, check_values
+from colocate.engines.registry import OLDER_NAMES, engine_of
 from colocate.options.redaction import redacted
 from colocate.options.run_file import read_values
 from colocate.parallel.ray_cluster import ClusterRequest
@@ -163,7 +164,7 @@ def _ask(known: argparse.Namespace, engine: Any = None) -> ClusterRequest | None
         known.num_nodes or 1,
         known.gpus_per_node if on_gpus else known.ranks_per_node,
         on_gpus,
-        shares=2 if engine == "trtllm" else 1,
+        shares=1 if engine in (None, "auto") else engine_of(OLDER_NAMES.get(engine, engine)).gpu_shares,
         num_replicas=num_replicas,
         replica_size=known.replica_gpus or 1,
         replica_engine=known.replica_engine or "vllm",

@@ -32,16 +32,17 @@ from colocate.config.honoured import (
     default_of,
 )
 from colocate.config.launchers import translate
-from colocate.config.nested import check_accelerator_config, read_engine_kwargs, read_generation_kwargs
+from colocate.config.nested import check_accelerator_config, read_generation_kwargs
 from colocate.config.rollout_precision import resolve_correction
 from colocate.data.encoding import check_template_arguments
 from colocate.engines.native.options import NativeOptions
 from colocate.engines.options import EngineOptions, SamplingOptions
+from colocate.engines.plugged_in import PluggedInOptions
 from colocate.engines.registry import OLDER_NAMES, engine_of
-from colocate.engines.trtllm.options import TRTLLMOptions
 from colocate.engines.vllm.options import VLLMOptions
 from colocate.experience.options import CarryOptions, RefillOptions, TurnOptions
 from colocate.memory.plan_options import PlanOptions
+from colocate.options.distributions import how_to_install
 from colocate.options.names import TWINS, override, resolve, with_present_names
 from colocate.options.redaction import check_complete, redacted
 from colocate.options.requirements import (
@@ -79,7 +80,7 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     NativeOptions,
     VLLMOptions,
     ServerOptions,
-    TRTLLMOptions,
+    PluggedInOptions,
     ModelOptions,
     PlanOptions,
     RefillOptions,
@@ -107,8 +108,6 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
         "generation_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
-        "trtllm_engine_kwargs",
-        "engine_kwargs",
     ]
 
     # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
@@ -205,6 +204,12 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
     use_liger_loss: bool | None = None
     wandb_log_unique_prompts: bool | None = None
     warmup_ratio: Annotated[float | None, BELOW_ONE] = None
+
+    def __new__(cls, *_: Any, **options: Any) -> GRPOConfig:
+        for name in options.keys() - cls.__dataclass_fields__.keys():
+            if hint := how_to_install(name, cls.__dataclass_fields__):
+                raise TypeError(f"There is no option {name!r}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_complete(vars(self))
@@ -414,14 +419,5 @@ class GRPOConfig(  # type: ignore[misc]  # TRL's types of bf16 and others
         return record(**{name: getattr(self, name) for name in names}, **further)
 
     def engine_options(self, engine: str) -> EngineOptions:
-        """The options of an engine, those in `engine_kwargs` included.
-
-        Args:
-            engine: a value of the option `engine`.
-
-        Raises:
-            ValueError: `engine_kwargs` has what the engine does not take.
-        """
-        record = EngineOptions if engine == "auto" else engine_of(engine).record
-        own = read_engine_kwargs(self.engine_kwargs, engine, record, self.__dataclass_fields__)
-        return self.options_of(record, **own)
+        """The options of an engine: a value of the option `engine`."""
+        return self.options_of(EngineOptions if engine == "auto" else engine_of(engine).record)

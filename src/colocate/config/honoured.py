@@ -23,7 +23,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from colocate.config.rollout_precision import check_precision
-from colocate.engines.registry import ENGINES
+from colocate.engines.registry import engines
 from colocate.options.names import ALIASES, OF_TRL
 from colocate.options.requirements import (
     AT_LEAST_ONE,
@@ -70,7 +70,7 @@ def _of_engines(*, refused: bool) -> dict[str, str]:
     """The options that one engine alone has, with the reason why they are not needed, or refused, with
     another."""
     found = {}
-    for engine in ENGINES.values():
+    for engine in engines().values():
         for name, hint in engine.own_options.items() if engine.unread else ():
             marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Elsewhere)]
             mark = marks[0] if marks else Elsewhere(engine.unread)
@@ -178,7 +178,7 @@ REFUSED: dict[str, str] = {
 
 HONOURED_BY: dict[str, frozenset[str]] = {
     engine.name: frozenset({*engine.own_options, *engine.asked_for_by})
-    for engine in ENGINES.values()
+    for engine in engines().values()
     if engine.unread
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
@@ -282,7 +282,7 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
         judged = waiting
     defaults = {field.name: default_of(field) for field in fields(config)}
     check_precision(config, engine)
-    replaced = ENGINES[engine].replaced if engine in ENGINES else {}
+    replaced = engines()[engine].replaced if engine in engines() else {}
     for name, remedy in replaced.items():
         if getattr(config, name) != defaults[name]:
             value = shown(getattr(config, name), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +17,9 @@ from colocate.options.requirements import (
     NOT_NEGATIVE,
     SHARE,
     Requirement,
-    check_choice,
     check_range,
-    choices_of,
-    ranges_of,
 )
-from colocate.options.values import coerce, nearest, shown, types_of
+from colocate.options.values import coerce, nearest, shown
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _LENGTH = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")
@@ -137,31 +134,6 @@ def stop_token_ids_of(values: Mapping[str, Any] | None) -> tuple[int, ...]:
     if any(token < 0 for token in ids):
         raise ValueError(f"generation_kwargs['stop_token_ids']={shown(ids)} has a negative token id.")
     return tuple(ids)
-
-
-def read_engine_kwargs(
-    values: Mapping[str, Any] | None, engine: str, record: Any, of_run: Collection[str]
-) -> dict[str, Any]:
-    """The entries of `engine_kwargs`, each with the type that its field declares.
-
-    Args:
-        record: the class of the engine's options.
-        of_run: the options of a run, which are set by themselves.
-    """
-    types = {name: hint for name, hint in types_of(record).items() if name not in of_run}
-    read = {}
-    for name, value in (values or {}).items():
-        label = f"engine_kwargs[{name!r}]"
-        if name not in types:
-            own = f"it may set {', '.join(types)}" if types else "its options are options of the run"
-            hint = f"set {name} itself" if name in of_run else f"{own}{nearest(name, types)}"
-            raise ValueError(f"{label}={shown(value, name)} is not read with engine={engine!r}: {hint}.")
-        read[name] = value = coerce(label, value, types[name])
-        if (requirement := ranges_of(record).get(name)) is not None:
-            check_range(label, value, requirement)
-        if (choices := choices_of(record).get(name)) is not None and value is not None:
-            check_choice(label, value, choices)
-    return read
 
 
 def check_accelerator_config(value: Any, gradient_accumulation_steps: int) -> None:

@@ -1,1 +1,1 @@
-"""Where completions come from: the native engine, vLLM, TensorRT-LLM, transformers."""
+"""Where completions come from: the native engine, vLLM, transformers, and those that plug in."""

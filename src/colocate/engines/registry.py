@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import logging
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colocate.engines.base import RolloutEngine
+    from colocate.memory.workload import VLLMDemand
     from colocate.parallel.mesh import Mesh
     from colocate.types import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 ENTRY_POINTS = "colocate.engines"
+_UNREAD = "only that engine reads it; set engine={!r} to generate with it"
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,15 @@ class Engine:
         name: the value of the option `engine` that chooses it.
         build: "module:function" of the function that makes it, asleep, from `EngineParts`.
         options: "module:class" of its options: a dataclass that extends `EngineOptions`, each field with its
-            range beside it. Fields that `GRPOConfig` lacks are set by the option `engine_kwargs`.
+            range beside it, which become options of a run. Those of another distribution's engine begin
+            with its name ("mine_size"), and their module imports neither torch nor transformers.
         words: words for the engine in the header of a run.
         planned_as: the engine whose memory it takes: "native"; "vllm", for one with a cache of its own;
             "rollout_server", for one on other devices. None: its memory is unknown, and no run is planned.
+        demand: "module:function" of the `VLLMDemand` of its options, if it is planned as vLLM and has options
+            of its own for that.
+        gpu_shares: how many processes share each rank's GPU in Ray's books: 2 for an engine whose workers
+            Ray places beside the ranks.
         unread: the reason why its own options have no effect with another engine.
         replaced: options that it does not read, each with the one to set instead.
         asked_for_by: TRL's options that ask for this engine.
@@ -73,6 +83,8 @@ class Engine:
     options: str
     words: str
     planned_as: Literal["native", "vllm", "rollout_server"] | None = None
+    demand: str = ""
+    gpu_shares: int = 1
     unread: str = ""
     replaced: Mapping[str, str] = field(default_factory=dict)
     asked_for_by: Sequence[str] = ()
@@ -90,6 +102,10 @@ class Engine:
     def make(self, parts: EngineParts) -> RolloutEngine:
         """Make the engine; it is asleep, and raises errors of its own."""
         return pkgutil.resolve_name(self.build)(parts)
+
+    def demand_of(self, options: Any) -> VLLMDemand:
+        """The memory that the engine takes with these options; only where `demand` says how."""
+        return pkgutil.resolve_name(self.demand)(options)
 
 
 _ON_SERVER = "{0} on the server's own command line (`colocate rollout-serve`; {0})"
@@ -134,20 +150,6 @@ ENGINES: dict[str, Engine] = {
             asked_for_by=("use_vllm", "vllm_mode"),
         ),
         Engine(
-            "trtllm",
-            build="colocate.engines.trtllm.options:build",
-            options="colocate.engines.trtllm.options:TRTLLMOptions",
-            words="TensorRT-LLM beside the ranks",
-            planned_as="vllm",
-            unread="only TensorRT-LLM reads it; set engine='trtllm' to generate with it",
-            replaced={
-                "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",
-                "vllm_gpu_memory_utilization": "trtllm_engine_kwargs={'kv_cache_config': "
-                "{'free_gpu_memory_fraction': ...}}",
-                "vllm_engine_kwargs": "trtllm_engine_kwargs",
-            },
-        ),
-        Engine(
             "transformers",
             build="colocate.engines.transformers_engine:build",
             options="colocate.engines.options:EngineOptions",
@@ -185,7 +187,26 @@ def engine_of(name: str) -> Engine:
             f"The entry point {name!r} of the group {ENTRY_POINTS!r} is {engine!r:.200}, where a "
             f"colocate.engines.registry.Engine named {name!r} is needed."
         )
+    if foreign := [option for option in engine.own_options if not option.startswith(f"{name}_")]:
+        raise TypeError(
+            f"Options of the engine {name!r}, which another distribution brings, must begin with {name}_: "
+            f"{', '.join(foreign)} would be other options of a run."
+        )
     return engine
+
+
+@functools.cache
+def engines() -> dict[str, Engine]:
+    """All engines by name, those here first. What another distribution brings that is broken is left out,
+    with a warning."""
+    found = dict(ENGINES)
+    for name in plugged_in():
+        try:
+            engine = engine_of(name)
+            found[name] = engine if engine.unread else replace(engine, unread=_UNREAD.format(name))
+        except Exception as error:
+            logger.warning(f"engine={name!r} cannot be chosen: {type(error).__name__}: {error}")
+    return found
 
 
 class _EngineNames(Sequence[str]):

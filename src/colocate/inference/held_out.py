@@ -12,7 +12,7 @@ from colocate.checkpoints.changes import RUN_FILE
 from colocate.checkpoints.saved_model import SavedModel
 from colocate.checkpoints.sealed import list_checkpoints
 from colocate.config.grpo_config import GRPOConfig
-from colocate.config.run_config import parse_run
+from colocate.config.run_config import RunConfig, parse_run
 from colocate.data.fingerprint import fingerprint
 from colocate.inference.measuring import Row
 from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
@@ -48,7 +48,8 @@ def held_out_rows(
         max_rows: return the first rows only, this many at most.
         trust_remote_code: run code that comes with the tokenizer by which the run measured prompts.
     """
-    run, options = parse_run(saved.options)
+    read = {*RunConfig.__dataclass_fields__, *_OF_DATA, "eval_strategy", "eval_on_start"}
+    run, options = parse_run({name: value for name, value in saved.options.items() if name in read})
     size = f"test_split_size={run.test_split_size:g}"
     if options.get("eval_strategy", "no") == "no" and not options.get("eval_on_start"):
         raise ValueError(

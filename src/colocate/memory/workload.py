@@ -11,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class VLLMDemand:
-    """Options that decide the memory of vLLM or TensorRT-LLM if it takes turns with the trainer."""
+    """Options that decide the memory of vLLM, or an engine planned as vLLM, in turns with the trainer."""
 
     name: str = "vLLM"
-    """Which of the two it is."""
+    """The engine's name."""
     memory_share: float | None = None
     """Share of the device that vLLM may use (`vllm_gpu_memory_utilization`); None: most of what is free at
     its start."""

@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +24,10 @@ _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _PACKAGE = Path(__file__).parents[1]
 _DEFINED_IN = {"transformers": "transformers.training_args"}
 """The module that defines what a package imports from it and hands on."""
-_LIGHT = ("typing", "colocate.options.requirements", "colocate.engines.registry")
+_LIGHT = (
+    *("typing", "colocate.options.requirements", "colocate.engines.registry"),
+    "colocate.engines.plugged_in",
+)
 """Modules that declarations use and that are imported, since that takes no time."""
 _ROOTS = {"RunConfig": _PACKAGE / "config/run_config.py", "GRPOConfig": _PACKAGE / "config/grpo_config.py"}
 
@@ -47,7 +51,7 @@ def classes() -> dict[str, Path]:
         found.pop(class_name, None)
         found[class_name] = file
         for base_file, base_name in _bases(_parsed(file), file, class_name):
-            if base_file.is_relative_to(_PACKAGE):
+            if base_name != "TrainingArguments":
                 add(base_name, base_file)
 
     for class_name, file in _ROOTS.items():
@@ -239,6 +243,10 @@ def _bases(module: ast.Module, file: Path, class_name: str) -> list[tuple[Path, 
     for base in _definition(module, class_name).bases:
         if isinstance(base, ast.Name):
             imported_from, name = sources.get(base.id, (None, base.id))
+            if imported_from in _LIGHT:  # a class that is made as it is imported
+                made = getattr(importlib.import_module(imported_from), name)
+                found += [(Path(inspect.getfile(each)), each.__name__) for each in made.__bases__]
+                continue
             found.append((_file_of(imported_from) if imported_from else file, name))
     return found
 

@@ -77,7 +77,6 @@ _ORDER = (
     *("Batches. All batch sizes count completions, not prompts", "Rollout"),
     'Rollout by vLLM (engine="vllm"); the native engine has no use for these',
     'Rollout by servers (engine="rollout_server")',
-    'Rollout by TensorRT-LLM (engine="trtllm")',
     *("Loss", "Rewards", "Dynamic sampling", "Carry-over", "Turns", "Logging"),
 )
 """The first headings; others follow as they stand in the sources."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
+from colocate.options.distributions import how_to_install
 from colocate.options.values import shown
 
 
@@ -123,6 +124,8 @@ def check_choice(option: str, value: object, choices: Collection[Any]) -> None:
     if value in choices:
         return
     names = [str(choice) for choice in choices]
+    if option == "engine" and (hint := how_to_install(str(value), names)):
+        raise ValueError(f"engine={shown(value)} is none of {', '.join(names)}{hint}")
     nearest = difflib.get_close_matches(str(value)[:100], names, n=1)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(f"{option}={shown(value)} is unknown; it is one of {', '.join(names)}.{suggestion}")

@@ -20,6 +20,7 @@ from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, Union, get_args, get_origin
 
+from colocate.options.distributions import how_to_install
 from colocate.options.redaction import is_secret, redacted
 from colocate.options.yaml_text import read_yaml
 
@@ -86,8 +87,11 @@ def shown(value: Any, name: str = "") -> str:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
-    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1)
+    """`"; did you mean 'x'?"` when a candidate resembles `name`, or what to install for it, or ""."""
+    known = list(candidates)
+    if hint := how_to_install(str(name), known):
+        return hint
+    close = difflib.get_close_matches(str(name)[:100], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -18,8 +18,8 @@ from colocate.engines.native.footprint import decode_bytes
 from colocate.engines.native.options import NativeOptions
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.options import SamplingOptions
+from colocate.engines.plugged_in import PluggedInOptions
 from colocate.engines.registry import engine_of
-from colocate.engines.trtllm.options import TRTLLMOptions
 from colocate.engines.vllm.options import VLLMOptions
 from colocate.experience.options import RefillOptions
 from colocate.memory.plan_options import PlanOptions
@@ -40,7 +40,7 @@ ASSUMED_PROMPT_TOKENS = 512
 
 @dataclass(kw_only=True)
 class PlannedOptions(
-    PlanOptions, RefillOptions, NativeOptions, VLLMOptions, TRTLLMOptions,
+    PlanOptions, RefillOptions, NativeOptions, VLLMOptions, PluggedInOptions,
     ModelOptions, SamplingOptions, ObjectiveParams,
 ):  # fmt: skip
     """The options on which the memory and the work of a run depend."""
@@ -66,7 +66,7 @@ def workload_of(
     has_cudnn: bool = False,
 ) -> Workload:
     """The memory and work that a run with these options asks of one rank's device."""
-    if (engine := _planned_as(options.engine)) is None:
+    if (planned_as := _planned_as(options.engine)) is None:
         raise ValueError(
             f"engine={options.engine!r} is not planned: the distribution that brings it does not say which "
             "engine's memory it takes (`Engine.planned_as`)."
@@ -97,7 +97,7 @@ def workload_of(
         scorers_sleep=options.offload_scorers,
         entropy_gradient=options.has_entropy_bonus,
         has_cudnn=has_cudnn,
-        engine=engine,
+        engine=planned_as,
         vllm=_vllm_demand(options, shapes),
     )
 
@@ -107,19 +107,16 @@ def _planned_as(engine: str) -> Literal["native", "vllm", "rollout_server"] | No
 
 
 def _vllm_demand(options: PlannedOptions, shapes: ModelShapes) -> VLLMDemand:
-    is_bounded = options.vllm_max_model_length is not None
-    if options.engine == "trtllm":
-        num_devices = options.trtllm_tensor_parallel_size
-        return VLLMDemand(
-            "TensorRT-LLM", shares_weights=False, is_bounded=is_bounded, num_devices=num_devices
-        )
+    """The memory that vLLM takes, or an engine that is planned as vLLM."""
+    if options.engine != "auto" and (engine := engine_of(options.engine)).demand:
+        return engine.demand_of(options)
     is_plain = not shapes.has_adapters and shapes.four_bit is None
     is_shared = options.vllm_weights != "buckets" and options.vllm_model_impl != "transformers"
     return VLLMDemand(
         memory_share=options.vllm_gpu_memory_utilization,
         sleeps=options.vllm_enable_sleep_mode is not False,
         shares_weights=is_shared and is_plain and options.vllm_tensor_parallel_size == 1,
-        is_bounded=is_bounded,
+        is_bounded=options.vllm_max_model_length is not None,
         num_devices=options.vllm_tensor_parallel_size,
     )
 

@@ -15,8 +15,8 @@ from colocate.weights.shapes import ModelShapes
 
 
 def asleep_row(name: str) -> MemoryRow:
-    """The row of memory that vLLM or TensorRT-LLM keeps while it sleeps: CUDA graphs, workspaces of
-    libraries."""
+    """The row of memory that vLLM, or an engine planned as vLLM, keeps while it sleeps: CUDA graphs,
+    workspaces of libraries."""
     return MemoryRow(f"{name} asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
 
 

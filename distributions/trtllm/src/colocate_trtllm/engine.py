@@ -21,10 +21,6 @@ from torch import nn
 
 from colocate.engines.base import EngineLost
 from colocate.engines.requests import derived_seed
-from colocate.engines.trtllm.chunks import Chunk, SharedMemory, chunks
-from colocate.engines.trtllm.ray_server import Server
-from colocate.engines.trtllm.sampling import PROCESSED, RAW, DrawnTokens, SamplingRequest, sampling_arguments
-from colocate.engines.trtllm.server import Failed, Started
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm import logprobs_mode
 from colocate.engines.vllm.groups import TensorParallelGroup
@@ -33,6 +29,10 @@ from colocate.parallel.verdict import PeerError, Peers, first_line
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, why_not_publishable
 from colocate.weights.layouts import num_embeddings
+from colocate_trtllm.chunks import Chunk, SharedMemory, chunks
+from colocate_trtllm.ray_server import Server
+from colocate_trtllm.sampling import PROCESSED, RAW, DrawnTokens, SamplingRequest, sampling_arguments
+from colocate_trtllm.server import Failed, Started
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from colocate.engines.base import EngineLost
-from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.options.redaction import redacted
 from colocate.parallel.ray_cluster import RayPlace
 from colocate.parallel.slices import cut
 from colocate.parallel.verdict import PeerError, first_line
+from colocate_trtllm.server import Started, TRTLLMServer
 
 START_S = 1800.0
 """Seconds for the engine to start: it may have to tune kernels and capture graphs."""

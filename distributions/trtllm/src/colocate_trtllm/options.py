@@ -1,4 +1,4 @@
-"""The options of TensorRT-LLM, and the engine that is made of them."""
+"""TensorRT-LLM as the entry point `colocate.engines` names it: its options, and the engine made of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from colocate.engines.options import EngineOptions
+from colocate.engines.registry import Engine, EngineParts
 from colocate.options.requirements import AT_LEAST_ONE
 
 if TYPE_CHECKING:
-    from colocate.engines.registry import EngineParts
-    from colocate.engines.trtllm.engine import TRTLLMEngine
+    from colocate.memory.workload import VLLMDemand
+    from colocate_trtllm.engine import TRTLLMEngine
+
+ENGINE = Engine(
+    "trtllm",
+    build="colocate_trtllm.options:build",
+    options="colocate_trtllm.options:TRTLLMOptions",
+    words="TensorRT-LLM beside the ranks",
+    planned_as="vllm",
+    demand="colocate_trtllm.options:demand",
+    gpu_shares=2,
+    unread="only TensorRT-LLM reads it; set engine='trtllm' to generate with it",
+    replaced={
+        "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",
+        "vllm_gpu_memory_utilization": "trtllm_engine_kwargs={'kv_cache_config': "
+        "{'free_gpu_memory_fraction': ...}}",
+        "vllm_engine_kwargs": "trtllm_engine_kwargs",
+    },
+)
 
 
 @dataclass
@@ -24,8 +42,20 @@ class TRTLLMOptions(EngineOptions):
     trtllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `tensorrt_llm.AsyncLLM`."""
     trtllm_python: str | None = None
-    """The interpreter of an environment that has TensorRT-LLM, colocate and Ray, on every node. None: the
-    ranks' own."""
+    """The interpreter of an environment that has TensorRT-LLM, colocate, colocate-trtllm and Ray, on every
+    node. None: the ranks' own."""
+
+
+def demand(options: TRTLLMOptions) -> VLLMDemand:
+    """The memory that TensorRT-LLM takes, which is planned as vLLM's with a copy of the weights."""
+    from colocate.memory.workload import VLLMDemand
+
+    return VLLMDemand(
+        name="TensorRT-LLM",
+        shares_weights=False,
+        is_bounded=options.vllm_max_model_length is not None,
+        num_devices=options.trtllm_tensor_parallel_size,
+    )
 
 
 def build(parts: EngineParts) -> TRTLLMEngine:
@@ -35,13 +65,13 @@ def build(parts: EngineParts) -> TRTLLMEngine:
         ImportError: TensorRT-LLM or Ray is not installed.
         ValueError: this rank was not started by Ray.
     """
-    from colocate.engines.trtllm import chunks, ray_server
-    from colocate.engines.trtllm.arguments import MAX_NUM_SEQS, check_installed, llm_arguments, max_len_of
-    from colocate.engines.trtllm.engine import TRTLLMEngine
     from colocate.engines.vllm.groups import TensorParallelGroup
     from colocate.parallel.ray_cluster import RayPlace
     from colocate.parallel.verdict import Peers
     from colocate.weights.layouts import causal_lm
+    from colocate_trtllm import chunks, ray_server
+    from colocate_trtllm.arguments import MAX_NUM_SEQS, check_installed, llm_arguments, max_len_of
+    from colocate_trtllm.engine import TRTLLMEngine
 
     options: TRTLLMOptions = parts.options
     device = parts.accelerator.device

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from colocate.engines.trtllm import memory_tags
-from colocate.engines.trtllm.sampling import DrawnTokens, SamplingRequest, drawn
 from colocate.parallel.launching import without_launchers
+from colocate_trtllm import memory_tags
+from colocate_trtllm.sampling import DrawnTokens, SamplingRequest, drawn
 
-WORKER = "colocate.engines.trtllm.weight_worker.WeightWorker"
+WORKER = "colocate_trtllm.weight_worker.WeightWorker"
 ABORT_S = 60.0
 """Seconds for the engine to give up requests that were cancelled."""
 

@@ -59,16 +59,15 @@ def check_installed(python: str | None) -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ImportError(
-            "engine='trtllm' needs the package ray, which is not installed: pip install 'ray>=2.40', or "
-            "colocate's extra trtllm"
+            "engine='trtllm' needs the package ray, which is not installed: pip install 'ray>=2.40'"
         )
     if python is None and importlib.util.find_spec("tensorrt_llm") is None:
         raise ImportError(
             "engine='trtllm' needs TensorRT-LLM, which is not installed here, and which pins older releases "
-            "of torch and transformers than colocate needs. Make an environment for it with ray and colocate "
-            "(pip install --no-deps colocate) on every node, and set trtllm_python to its interpreter; the "
-            "ranks' own environment needs colocate's extra trtllm. Or set engine='native' (Llama, "
-            "Mistral and Qwen models) or engine='vllm'."
+            "of torch and transformers than colocate needs. Make an environment for it with ray, colocate, "
+            "and colocate-trtllm (pip install --no-deps colocate colocate-trtllm, or in a checkout of "
+            "colocate pip install --no-deps . ./distributions/trtllm) on every node, and set trtllm_python "
+            "to its interpreter. Or set engine='native' (Llama, Mistral and Qwen models) or engine='vllm'."
         )
     if python is not None and not Path(python).is_file():
         raise ValueError(
