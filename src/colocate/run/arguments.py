@@ -108,7 +108,7 @@ def check_unchanged(
     Args:
         shaping_completions: Compare only the options with which completions are drawn, scored and weighed.
     """
-    names = marked(type(args), IN_COMPLETIONS) if shaping_completions else before.keys()
+    names = marked(GRPOConfig, IN_COMPLETIONS) if shaping_completions else before.keys()
     changed = [
         f"{name} from {before[name][1]} to {now[1]}"
         for name, now in texts_of(args).items()
