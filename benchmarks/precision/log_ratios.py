@@ -27,11 +27,11 @@ from colocate.types import Prompt, SamplingParams
 
 
 @torch.no_grad()
-def policy_logprobs(model: Any, prompt: Tensor, completion: tuple[int, ...]) -> Tensor:
+def policy_logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> Tensor:
     """[C] log-probs of a completion by one forward of the model."""
-    tokens = torch.tensor(completion, device=prompt.device)
-    logits = model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
+    tokens = torch.tensor([prompt + completion], device=model.device)
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
 
 
 def statistics_of(ratios: Tensor, lengths: list[int]) -> dict[str, Any]:
@@ -57,21 +57,19 @@ def statistics_of(ratios: Tensor, lengths: list[int]) -> dict[str, Any]:
     return record
 
 
-def measured(
-    model: Any, prompts: Tensor, precision: str, num_tokens: int, lengths: list[int]
-) -> dict[str, Any]:
+def log_ratios(model: Any, prompts: list[Prompt], precision: str, num_tokens: int) -> Tensor:
+    """[prompts, num_tokens] log-ratios of completions that the engine draws."""
     engine = NativeEngine(model, max_num_seqs=len(prompts), rollout_precision=precision)
     engine.wake_up()
-    requests = [Prompt(tuple(row), key, range(1)) for key, row in enumerate(prompts.tolist())]
-    completions = engine.generate(requests, SamplingParams(num_tokens, temperature=1.0, seed=1))
+    completions = engine.generate(prompts, SamplingParams(num_tokens, temperature=1.0, seed=1))
     engine.close()
-    ratios = torch.stack(
+    return torch.stack(
         [
-            policy_logprobs(model, prompt, completion.token_ids) - torch.tensor(completion.logprobs)
+            policy_logprobs(model, tuple(prompt.token_ids), tuple(completion.token_ids))
+            - torch.tensor(completion.logprobs)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
     )
-    return statistics_of(ratios, lengths)
 
 
 def main() -> None:
@@ -87,10 +85,12 @@ def main() -> None:
     print(training, flush=True)
     generator = torch.Generator(device=device).manual_seed(3)
     prompts = documents(num_sequences, length // 4, device, generator)
+    requests = [Prompt(tuple(row), key, range(1)) for key, row in enumerate(prompts.tolist())]
     record: dict[str, Any] = {"kind": "log_ratios", **origin(), "training": training, "precisions": {}}
     record |= {"num_sequences": num_sequences, "num_tokens": num_tokens, "prompt_tokens": length // 4}
     for precision in PRECISIONS:
-        record["precisions"][precision] = measured(model, prompts, precision, num_tokens, lengths)
+        ratios = log_ratios(model, requests, precision, num_tokens)
+        record["precisions"][precision] = statistics_of(ratios, lengths)
         print(precision, json.dumps(record["precisions"][precision]), flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     record["scales"] = scale_errors(model, prompts[:4])
