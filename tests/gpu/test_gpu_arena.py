@@ -18,7 +18,7 @@ import torch
 
 import colocate
 from colocate.engines.native.kv_cache import KVCache
-from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8 import int8
 from colocate.memory.arena import HANDLE_BYTES, Arena, ArenaExhausted
 
 pytestmark = pytest.mark.gpu
@@ -246,23 +246,23 @@ def test_the_cache_keeps_its_addresses_and_copies_pages(device, dtype):
         cache.close()
 
 
-def test_pages_in_8_bits_are_copied_with_their_exponents(device):
+def test_pages_in_8_bits_are_copied_with_their_scales(device):
     """One arena holds pages of either type in turn; those of the other type lose their names."""
     cache = KVCache(num_layers=4, num_kv_heads=2, head_dim=64, page_size=16, scratch_bytes=4096)
     try:
-        cache.allocate(300, e4m3.DTYPE, device)
-        assert cache.layer(0)[0].stride(0) == cache.page_bytes(e4m3.DTYPE) == 4 * 2 * 2 * 16 * 65
+        cache.allocate(300, int8.DTYPE, device)
+        assert cache.layer(0)[0].stride(0) == cache.page_bytes(int8.DTYPE) == 4 * 2 * 2 * 16 * 65
         for i in range(4):
             for tensor in cache.layer(i):
-                tensor.view(torch.uint8)[:300].random_(0, 120)
-                e4m3.exponents_of(tensor)[:300].random_(110, 130)
+                tensor[:300].random_(0, 256)
+                int8.scales_of(tensor)[:300].random_(0, 255)
         (page,) = cache.pool.allocate(1)
         cache.pool.name(page, b"name")
         cache.pool.release([page])
         before = cache.read_pages([page, 7])
         cache.copy_pages([page, 7], [299, 298])
         assert torch.equal(cache.read_pages([299, 298]), before)
-        cache.allocate(2000, e4m3.DTYPE, device)
+        cache.allocate(2000, int8.DTYPE, device)
         assert cache.pool.find([b"name"]) == [page]
         assert torch.equal(cache.read_pages([page]), before[:1])
         cache.allocate(2000, torch.bfloat16, device)

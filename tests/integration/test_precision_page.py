@@ -129,10 +129,10 @@ def test_ablations_on_a_real_model():
         cells = ["–" if x is None else f"{x['mean_abs']:.3f}, {x['sd']:.3f}" for x in found]
         assert row(shown, *cells) in SECTION
     assert f"{ways['tokens']['number']:,.0f} tokens" in SECTION
-    spreads = {"fp8_kv": ways["keys and values e4m3"]["sd"], "fp8": ways["all e4m3"]["sd"]}
+    spreads = {"fp8_kv": ways["keys and values int8"]["sd"], "fp8": ways["all e4m3"]["sd"]}
     assert {name: round(sd, 2) for name, sd in spreads.items()} == rollout_precision.ASSUMED_SPREAD
-    assert "makes it 0.16 and 0.33" in ENGINE
-    assert 's = 0.16 with "fp8_kv" and 0.33 with "fp8"' in words(rollout_precision.__doc__ or "")
+    assert "makes it 0.05 and 0.33" in ENGINE
+    assert 's = 0.05 with "fp8_kv" and 0.33 with "fp8"' in words(rollout_precision.__doc__ or "")
 
 
 def test_rewards_on_a_cpu():
@@ -169,7 +169,8 @@ def test_the_engine_page_repeats_them():
     for said in (
         "weights are off by {weights_matrix_power_of_two} with one power of two and by "
         "{weights_blocks_of_128x128} with a factor for each block of 128 × 128",
-        "keys by {keys_token_power_of_two}, and by {keys_token_float32} with a factor in float32",
+        "keys in e4m3 would be off by {keys_token_power_of_two}, and by {keys_token_float32} with a factor "
+        "in float32",
         "`down` reads by {activations_row_power_of_two}, and by {activations_blocks_of_128} with a factor",
         "takes keys to {keys_page_first_token_times_1}",
     ):

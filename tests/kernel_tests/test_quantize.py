@@ -1,5 +1,5 @@
-"""Rounding to 8 bits in kernels against `kernels.fp8.e4m3`, which tests/unit/test_e4m3.py holds to the
-format."""
+"""Rounding to 8 bits in kernels against `kernels.fp8.e4m3` and `int8`, which tests/unit/test_e4m3.py and
+test_int8.py hold to the formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from colocate.kernels.definitions import norm_and_rotate, rms_norm
-from colocate.kernels.fp8 import e4m3, quantize
+from colocate.kernels.fp8 import e4m3, int8, quantize
 from colocate.kernels.layer import norms, rotary
 from colocate.kernels.matmul import gate
 
@@ -81,11 +81,14 @@ def test_norm(device, dtype):
 def test_prompts_keys_and_values_are_stored_and_read_back(device, dtype, num_kv_heads):
     """What attention of the prompt reads is what the pages hold; nothing else of them is touched."""
     page_size, head_dim, num_heads, num_tokens = 16, 24, 3, 9
-    block = e4m3.head_block_size(page_size, head_dim, e4m3.DTYPE)
+    block = int8.head_block_size(page_size, head_dim, int8.DTYPE)
     storage = torch.full((2, 4, num_kv_heads, block), 255, dtype=torch.uint8, device=device)
-    caches = storage[..., : page_size * head_dim].view(e4m3.DTYPE).unflatten(-1, (page_size, head_dim))
+    caches = storage[..., : page_size * head_dim].unflatten(-1, (page_size, head_dim))
     torch.manual_seed(1)
-    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype).to(device)
+    sizes = torch.exp2(torch.arange(num_tokens) * 4.0 - 26)[:, None, None]  # from below the least scale on
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim) * sizes
+    qkv[1], qkv[3, -1, 2], qkv[4, num_heads, 1] = 0, torch.nan, torch.inf
+    qkv = qkv.to(dtype).to(device)
     angles = torch.rand(64, head_dim, device=device) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     positions = torch.arange(num_tokens, dtype=torch.int32, device=device) + 5
@@ -95,16 +98,20 @@ def test_prompts_keys_and_values_are_stored_and_read_back(device, dtype, num_kv_
     rotary.rotate_and_store(
         qkv, cos, sin, positions, slots, None, None, 1e-6, caches[0], caches[1], num_heads, num_kv_heads
     )
-    assert torch.equal(qkv[:, :num_heads], turned[:, :num_heads])
+    assert torch.equal(qkv[:, :num_heads].nan_to_num(), turned[:, :num_heads].nan_to_num())
     expected = storage.new_full(storage.shape, 255)
     for which, heads in enumerate((k, v)):
-        values, exponents = e4m3.quantize(heads)
+        stored, scales = int8.quantize(heads)
         first = num_heads + which * num_kv_heads
-        assert torch.equal(qkv[:, first : first + num_kv_heads], e4m3.dequantize(values, exponents, dtype))
+        read = int8.dequantize(stored, scales, dtype)
+        torch.testing.assert_close(qkv[:, first : first + num_kv_heads], read, rtol=0, atol=0, equal_nan=True)
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 page, offset = divmod(slot, page_size)
                 place = slice(offset * head_dim, (offset + 1) * head_dim)
-                expected[which, page, :, place] = values[token].view(torch.uint8)
-                expected[which, page, :, page_size * head_dim + offset] = exponents[token]
+                expected[which, page, :, place] = stored[token]
+                expected[which, page, :, page_size * head_dim + offset] = scales[token]
+    is_nan = (expected[..., page_size * head_dim :] == int8.NOT_A_NUMBER).repeat_interleave(head_dim, -1)
+    for actual in (storage, expected):  # whatever numbers go with such a scale
+        actual[..., : page_size * head_dim].masked_fill_(is_nan, 0)
     assert torch.equal(storage, expected)

@@ -1,6 +1,7 @@
 """Models whose own forward computes what a rollout in 8 bits does: references for the native engine.
 
-They round with a table of all numbers in e4m3, in float64, and know nothing of exponents that are stored.
+They round in float64, keys and values to whole numbers and products' with a table of all numbers in e4m3, and
+know nothing of the bytes that are stored.
 """
 
 from __future__ import annotations
@@ -42,15 +43,24 @@ def power_for(largest: Tensor) -> Tensor:
 
 
 def vectors_in_8bit(x: Tensor) -> Tensor:
-    """Vectors [..., D] rounded, each relative to a power of two of its own."""
+    """Vectors [..., D] in e4m3, each relative to a power of two of its own."""
     power = power_for(x.abs().amax(-1, keepdim=True))
     return (rounded(x / power) * power).to(x.dtype)
 
 
+def scale_for(largest: Tensor) -> Tensor:
+    """The smallest power of 2^(1/8), at least 2^-22, by which `largest` is divided to be at most 127."""
+    return torch.exp2(torch.ceil(8 * torch.log2(largest.double() / 127)).clamp(min=-8 * 22) / 8)
+
+
+def heads_in_8bit(x: Tensor) -> Tensor:
+    """Keys or values [..., D], each a whole number of times a scale of its vector."""
+    scale = scale_for(x.abs().amax(-1, keepdim=True))
+    return ((x.double() / scale).round() * scale).to(x.dtype)
+
+
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any):
-    return sdpa_attention_forward(
-        module, query, vectors_in_8bit(key), vectors_in_8bit(value), *args, **options
-    )
+    return sdpa_attention_forward(module, query, heads_in_8bit(key), heads_in_8bit(value), *args, **options)
 
 
 def with_8bit_kv(model: Any) -> Any:

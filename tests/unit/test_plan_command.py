@@ -231,11 +231,11 @@ def test_a_triton_that_the_kernels_were_not_tested_with_is_named(plan, device, i
     assert ("Triton 3.99.1 was never tested with them" in words(printed)) is is_named
 
 
-@pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
-def test_a_gpu_without_8_bits_is_refused_as_the_run_would_be(plan, precision):
-    code, printed = plan("Qwen2.5-7B", f"--device_name A100 --rollout_precision {precision}")
+def test_a_gpu_without_e4m3_is_refused_as_the_run_would_be(plan):
+    code, printed = plan("Qwen2.5-7B", "--device_name A100 --rollout_precision fp8")
     assert code == 1
-    assert "GPUs have from compute capability 8.9 on; A100 has 8.0. Set rollout_precision='bf16'." in printed
+    assert "GPUs have from compute capability 8.9 on; A100 has 8.0. Set rollout_precision='fp8_kv'" in printed
+    assert "8.9" not in plan("Qwen2.5-7B", "--device_name A100 --rollout_precision fp8_kv")[1]
 
 
 def test_8_bits_are_planned_with_their_bytes_and_are_expected_to_be_faster(numbers):

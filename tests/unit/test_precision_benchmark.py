@@ -21,7 +21,7 @@ def test_speed_is_measured_at_every_precision(tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     assert set(record["runs"]) == {"bf16", "fp8_kv", "fp8"}
     sizes = {name: run["kv_cache_bytes"] for name, run in record["runs"].items()}
-    assert sizes["fp8"] == sizes["fp8_kv"] == sizes["bf16"] * 33 // 64  # heads of 32 values and an exponent
+    assert sizes["fp8"] == sizes["fp8_kv"] == sizes["bf16"] * 33 // 64  # heads of 32 values and a scale
     claims = compute_claims([record])
     assert claims["fp8_speedup_1p5b_512seq"] > 0 and claims["fp8_speedup_7b_256seq"] is None
 

@@ -15,7 +15,7 @@ from colocate.engines.native.eight_bit_weights import EightBitWeights, check_gpu
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.kept_pages import KeptPages
 from colocate.engines.native.kv_cache import KVCache
-from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8 import e4m3, int8
 from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout, WeightPart, layout_for
 from colocate.weights.shapes import ModelShapes
@@ -31,8 +31,8 @@ def test_tokens_are_corrected_one_by_one(tmp_path, precision, caplog):
     with caplog.at_level(logging.WARNING):
         config = make(tmp_path, rollout_precision=precision, max_completion_length=2048)
     assert config.vllm_importance_sampling_mode == "token_truncate"
-    s = {"fp8_kv": 0.16, "fp8": 0.33}[precision]
-    assert f"exp(-{s}² · 2048) = 0% of the samples" in caplog.text
+    s, left = {"fp8_kv": (0.05, "1%"), "fp8": (0.33, "0%")}[precision]
+    assert f"exp(-{s}² · 2048) = {left} of the samples" in caplog.text
 
 
 def test_16_bits_keep_trls_correction(tmp_path):
@@ -85,7 +85,8 @@ def on_gpu(monkeypatch):
 
 def test_an_old_gpu_is_refused_with_the_reason(on_gpu):
     with pytest.raises(ValueError, match=r"compute capability 8\.9 on; cuda:0, A100, has 8\.0"):
-        on_gpu("fp8_kv", "A100", (8, 0))
+        on_gpu("fp8", "A100", (8, 0))
+    on_gpu("fp8_kv", "A100", (8, 0))
     on_gpu("bf16", "A100", (8, 0))
     on_gpu("fp8", "L4", (8, 9))
 
@@ -126,9 +127,9 @@ def test_rows_of_a_product_are_filled_up_if_they_must_be(num_rows, is_copied):
 def test_a_page_takes_the_bytes_that_are_planned():
     model = make_model("qwen3", head_dim=32)
     cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=32, page_size=16)
-    planned = ModelShapes.of(model).kv_bytes_per_token(e4m3.DTYPE)
-    assert cache.page_bytes(e4m3.DTYPE) == 16 * planned == 16 * 2 * 2 * 2 * (32 + 1)
-    cache.allocate(3, e4m3.DTYPE, torch.device("cpu"))
+    planned = ModelShapes.of(model).kv_bytes_per_token(int8.DTYPE)
+    assert cache.page_bytes(int8.DTYPE) == 16 * planned == 16 * 2 * 2 * 2 * (32 + 1)
+    cache.allocate(3, int8.DTYPE, torch.device("cpu"))
     assert cache.num_bytes == cache.bytes_of(3) == 3 * 16 * planned
 
 
@@ -143,26 +144,26 @@ def test_weights_in_8_bits_take_the_bytes_that_are_planned(num_parts):
     assert EightBitWeights().needed_bytes(layout) == planned + len(layout.layers) * 3 * 2 * 512
 
 
-def test_pages_are_copied_and_kept_with_their_exponents():
+def test_pages_are_copied_and_kept_with_their_scales():
     cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4)
-    cache.allocate(6, e4m3.DTYPE, torch.device("cpu"))
+    cache.allocate(6, int8.DTYPE, torch.device("cpu"))
     for layer in range(2):
         for tensor in cache.layer(layer):
-            tensor.view(torch.uint8).random_(0, 120)
-            e4m3.exponents_of(tensor).random_(110, 130)
+            tensor.random_(0, 256)
+            int8.scales_of(tensor).random_(0, 255)
     before = cache.read_pages([1, 4])
     cache.copy_pages([1, 4], [0, 2])
     assert torch.equal(cache.read_pages([0, 2]), before)
     kept = KeptPages(cache, [0, 2], b"")
-    cache.allocate(6, e4m3.DTYPE, torch.device("cpu"))
+    cache.allocate(6, int8.DTYPE, torch.device("cpu"))
     assert not cache.read_pages([3, 5]).any()
     kept.restore(cache, {0: 3, 2: 5})
     assert torch.equal(cache.read_pages([3, 5]), before)
 
 
-@pytest.mark.parametrize("others", [(e4m3.DTYPE, torch.bfloat16), (torch.bfloat16, e4m3.DTYPE)])
+@pytest.mark.parametrize("others", [(int8.DTYPE, torch.bfloat16), (torch.bfloat16, int8.DTYPE)])
 def test_pages_of_another_type_lose_their_names(others):
-    """What was stored in one type is never read in another; in its own it stays, exponents included."""
+    """What was stored in one type is never read in another; in its own it stays, scales included."""
     cpu, (before, after) = torch.device("cpu"), others
     cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4)
     cache.allocate(3, before, cpu)

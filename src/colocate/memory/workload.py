@@ -124,7 +124,7 @@ class Workload:
     @property
     def kv_dtype(self) -> torch.dtype:
         """The type of keys and values in the engine's cache."""
-        return self.parameter_dtype if self.rollout_precision == "bf16" else torch.float8_e4m3fn
+        return self.parameter_dtype if self.rollout_precision == "bf16" else torch.uint8
 
     @property
     def max_sequence_length(self) -> int:

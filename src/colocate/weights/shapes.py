@@ -223,9 +223,9 @@ class ModelShapes:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`; in 8 bits
-        plus an exponent for each head."""
-        exponents = self.num_kv_heads if dtype == torch.float8_e4m3fn else 0
-        return 2 * self.num_layers * (self.kv_size * dtype.itemsize + exponents)
+        plus a scale for each head."""
+        scales = self.num_kv_heads if dtype == torch.uint8 else 0
+        return 2 * self.num_layers * (self.kv_size * dtype.itemsize + scales)
 
 
 @cache  # plans ask for it hundreds of times

@@ -2,8 +2,8 @@
 
 Letters in shapes: T tokens, B rows, H query heads, K key-value heads, D head size. A cache holds one layer's
 keys or values, [num_pages, K, page_size, D]: one head's part of a page is contiguous, and so is a page, but
-the next page need not follow directly. In 8 bits each head's part of a page ends with its exponents
-(`kernels.fp8.e4m3`). A block table lists the pages of a sequence in order.
+the next page need not follow directly. In 8 bits each head's part of a page ends with its scales
+(`kernels.fp8.int8`). A block table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8 import int8
 
 
 class PagedAttention:
@@ -30,12 +30,10 @@ class PagedAttention:
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Store keys and values [T, K, D] at `slots` [T], each page * page_size + offset in the page."""
         _, num_kv_heads, page_size, head_dim = k_cache.shape
-        if e4m3.is_8bit(k_cache):
+        if int8.is_8bit(k_cache):
             pages, offsets = slots // page_size, slots % page_size
             for x, cache in ((k, k_cache), (v, v_cache)):
-                values, exponents = e4m3.quantize(x)
-                cache.view(torch.uint8)[pages, :, offsets] = values.view(torch.uint8)
-                e4m3.exponents_of(cache)[pages, :, offsets] = exponents
+                cache[pages, :, offsets], int8.scales_of(cache)[pages, :, offsets] = int8.quantize(x)
             return
         heads = torch.arange(num_kv_heads, device=slots.device)
         first_row = (slots // page_size)[:, None] * (k_cache.stride(0) // head_dim)
@@ -123,7 +121,7 @@ class PagedAttention:
         _, num_kv_heads, page_size, _ = k_cache.shape
         pages = block_tables[:, : -(-max_context_len // page_size)]
         heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-        piece_size = e4m3.head_block_size(page_size, head_dim, k_cache.dtype)
+        piece_size = int8.head_block_size(page_size, head_dim, k_cache.dtype)
         pieces = (pages[:, None] * (k_cache.stride(0) // piece_size) + heads).flatten()
         # [B * K, whole pages of tokens, D]: all query heads of one key-value head go into one matrix product.
         shape = (num_seqs * num_kv_heads, -1, head_dim)
@@ -155,32 +153,29 @@ class PagedAttention:
 def tokens_at(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values [T, K, D] in `dtype` at `slots` [T], each page * page_size + offset in the page."""
     pages, offsets = slots // cache.shape[2], slots % cache.shape[2]
-    if not e4m3.is_8bit(cache):
+    if not int8.is_8bit(cache):
         return cache[pages, :, offsets]
-    values = cache.view(torch.uint8)[pages, :, offsets].view(e4m3.DTYPE)
-    return e4m3.dequantize(values, e4m3.exponents_of(cache)[pages, :, offsets], dtype)
+    return int8.dequantize(cache[pages, :, offsets], int8.scales_of(cache)[pages, :, offsets], dtype)
 
 
 def _read(cache: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """The pages `table` of keys or values, [pages, K, page_size, D] in `dtype`."""
-    if not e4m3.is_8bit(cache):
+    if not int8.is_8bit(cache):
         return cache.index_select(0, table)
-    values = cache.view(torch.uint8).index_select(0, table).view(e4m3.DTYPE)
-    return e4m3.dequantize(values, e4m3.exponents_of(cache).index_select(0, table), dtype)
+    return int8.dequantize(cache.index_select(0, table), int8.scales_of(cache).index_select(0, table), dtype)
 
 
 def _values(pieces: Tensor, page_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Keys or values in heads' parts of pages, a row of `pieces` each: [rows, page_size, D] in `dtype`."""
     if pieces.shape[1] == page_size * head_dim:
         return pieces.view(-1, page_size, head_dim)
-    values, exponents = pieces.split([page_size * head_dim, page_size], dim=1)
-    return e4m3.dequantize(values.view(e4m3.DTYPE).unflatten(1, (page_size, head_dim)), exponents, dtype)
+    stored, scales = pieces.split([page_size * head_dim, page_size], dim=1)
+    return int8.dequantize(stored.unflatten(1, (page_size, head_dim)), scales, dtype)
 
 
 def _pieces(cache: Tensor, piece_size: int) -> Tensor:
-    """Memory of `cache` as rows [:, piece_size], bytes if e4m3; page p begins at p * stride(0) / size."""
+    """Memory of `cache` as rows [:, piece_size]; page p begins at p * stride(0) / size."""
     num_pages, num_kv_heads, page_size, head_dim = cache.shape
-    page_numel = num_kv_heads * e4m3.head_block_size(page_size, head_dim, cache.dtype)
+    page_numel = num_kv_heads * int8.head_block_size(page_size, head_dim, cache.dtype)
     numel = (num_pages - 1) * cache.stride(0) + page_numel
-    plain = cache.view(torch.uint8) if e4m3.is_8bit(cache) else cache
-    return plain.as_strided((numel // piece_size, piece_size), (piece_size, 1))
+    return cache.as_strided((numel // piece_size, piece_size), (piece_size, 1))

@@ -37,17 +37,17 @@ ROWS_AT_A_TIME = 4096
 def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
     """Refuse 8 bits if a `gpu` of this compute capability, or the model, has no products in 8 bits. The
     layout may be of this rank's part, or on the meta device."""
-    if rollout_precision == "bf16":
+    if rollout_precision != "fp8":
         return
     if capability < LEAST_CAPABILITY:
         raise ValueError(
-            f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
-            f"compute capability {_dotted(LEAST_CAPABILITY)} on; {gpu} has {_dotted(capability)}. Set "
-            "rollout_precision='bf16'."
+            "rollout_precision='fp8' multiplies e4m3 numbers, which GPUs have from compute capability "
+            f"{_dotted(LEAST_CAPABILITY)} on; {gpu} has {_dotted(capability)}. Set "
+            "rollout_precision='fp8_kv'."
         )
     sides = {side for modules, _ in _groups(layout) for side in _shape(modules, layout)}
     odd = [str(side) for side in sorted(sides) if side % SIDE]
-    if rollout_precision == "fp8" and odd:
+    if odd:
         raise ValueError(
             f"rollout_precision='fp8': products in 8 bits take matrices whose sides are multiples of {SIDE}, "
             f"and those of q, k, v, gate, up and down have {', '.join(odd)}. Set rollout_precision='fp8_kv'."

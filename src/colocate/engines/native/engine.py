@@ -32,7 +32,7 @@ from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
 from colocate.engines.native.tensor_parallel import joined_groups, parallel_for
 from colocate.engines.requests import unextendable
-from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8 import int8
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
@@ -443,7 +443,7 @@ class NativeEngine(BaseEngine):
     @property
     def _kv_dtype(self) -> torch.dtype:
         """The type of keys and values in the cache."""
-        return self._layout.dtype if self._rollout_precision == "bf16" else e4m3.DTYPE
+        return self._layout.dtype if self._rollout_precision == "bf16" else int8.DTYPE
 
     @property
     def _num_pages(self) -> int:

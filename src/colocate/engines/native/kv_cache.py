@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from colocate.engines.native.pages import PagePool
-from colocate.kernels.fp8 import e4m3
-from colocate.kernels.fp8.e4m3 import head_block_size
+from colocate.kernels.fp8.int8 import head_block_size
 from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
@@ -21,8 +20,8 @@ class KVCache:
     """Keys and values of all layers, in pages of `page_size` tokens.
 
     On a CPU it is one tensor [layers, 2, num_pages, K, block], K key-value heads; the second dimension is
-    keys, values. A block is [page_size, D], D the head size; in 8 bits (e4m3) it ends with the exponents of
-    its tokens, one byte each (`kernels.fp8.e4m3`).
+    keys, values. A block is [page_size, D], D the head size; in 8 bits it ends with the scales of its tokens,
+    one byte each (`kernels.fp8.int8`).
 
     On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, block] behind
     `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has
@@ -51,8 +50,7 @@ class KVCache:
         self._arena: Arena | None = None
         self._num_pages = 0
         self.pool = PagePool(0)
-        # [layers, 2, pages, K, block], in bytes if e4m3; on a GPU a view of all pages that the whole device
-        # could hold.
+        # [layers, 2, pages, K, block]; on a GPU a view of all pages that the whole device could hold.
         self._data: Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._scratch: Tensor | None = None
@@ -115,7 +113,7 @@ class KVCache:
             self.close()
             shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self._block_size(dtype))
             # Zeros, because attention on a CPU multiplies masked positions by 0, and 0 * NaN would be NaN.
-            self._data = torch.zeros(shape, dtype=_stored_as(dtype), device=device)
+            self._data = torch.zeros(shape, dtype=dtype, device=device)
             self._dtype = dtype
             if stays and old is not None:
                 self._data[:, :, :num_kept].copy_(old[:, :, :num_kept])
@@ -150,12 +148,12 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
-        A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins
+        A page is contiguous, but for the scales behind each head's numbers in 8 bits; the next page begins
         `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from
         `num_pages` on have no memory and must not be read or written.
         """
-        assert self._data is not None and self._dtype is not None, "the KV cache has no storage"
-        values = self._data[index, ..., : self.page_size * self.head_dim].view(self._dtype)
+        assert self._data is not None, "the KV cache has no storage"
+        values = self._data[index, ..., : self.page_size * self.head_dim]
         keys, values = values.unflatten(-1, (self.page_size, self.head_dim))
         return keys, values
 
@@ -205,14 +203,9 @@ class KVCache:
         if arena.mapped_bytes and self._dtype != dtype:
             max_pages = (arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
             shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self._block_size(dtype))
-            pages = arena.tensor(shape, _stored_as(dtype), offset_bytes=self.scratch_bytes)
+            pages = arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
             self._data, self._dtype = pages.permute(1, 2, 0, 3, 4), dtype
             self._scratch = arena.tensor((self.scratch_bytes,), torch.uint8)
 
     def _block_size(self, dtype: torch.dtype) -> int:
         return head_block_size(self.page_size, self.head_dim, dtype)
-
-
-def _stored_as(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the cache's memory is indexed: bytes for e4m3, which few operations take."""
-    return torch.uint8 if dtype == e4m3.DTYPE else dtype

@@ -177,8 +177,8 @@ class TorchBackend:
             rotation: tables of cosines and sines, and the weights of the norms of queries and keys.
             positions: [T].
             slots: [T], page * page_size + offset in the page; a negative slot is not stored.
-            k_cache, v_cache: [num_pages, K, page_size, D] in the type of `qkv`, or e4m3 with exponents behind
-                each head's values (`kernels.fp8.e4m3`).
+            k_cache, v_cache: [num_pages, K, page_size, D] in the type of `qkv`, or bytes with scales behind
+                each head's numbers (`kernels.fp8.int8`).
         """
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -35,7 +35,7 @@ from colocate.kernels.decode.prefixes import (
     num_prefix_slots,
 )
 from colocate.kernels.definitions import Rotation
-from colocate.kernels.fp8.e4m3 import head_block_size, is_8bit
+from colocate.kernels.fp8.int8 import head_block_size, is_8bit
 from colocate.kernels.launch import can_overlap
 
 MAX_SPLITS = 16
@@ -144,7 +144,7 @@ def decode_attention(
             table's position context - 1. Negative if and only if the row is finished.
         k_cache: [num_pages, K, page_size, D] of the same type, pages any distance apart; what is behind a
             sequence's last token is never used, be it NaN. The page size is a power of two, at least 16. Or
-            e4m3, with exponents behind each head's values (`e4m3.exponents_of`).
+            bytes, with scales behind each head's numbers (`int8.scales_of`).
         v_cache: like `k_cache`.
         block_tables: [B, at least the pages of each sequence] int32, rows any distance apart; further entries
             are not read.

@@ -12,7 +12,7 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
     partial     partial_outputs [slots, H, D] and partial_lses [slots, H] float32: normalised outputs over
                 some of a row's keys. The slots of shared prefixes come first; from num_prefix_slots on each
                 row has NUM_SPLITS of its own. Row r's prefix has num_partials[r] slots from first_slots[r] on
-                In 8 bits k_cache and v_cache are e4m3, and the exponents of a head's values (`e4m3.quantize`)
+                In 8 bits k_cache and v_cache are bytes, and the scales of a head's vectors (`int8.quantize`)
                 are behind its part of a page
     *_stride    from one row, page or table to the next, in elements
     scale_log2  the scores' scale times log2(e); eps and OFFSET belong to the heads' norms
@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from colocate.kernels.decode.attention_8bit import attend_8bit, narrowed_queries, quantized_heads
-from colocate.kernels.fp8.quantize import inverse_power, power
+from colocate.kernels.fp8.quantize_int8 import exponents, factors, numbers
 from colocate.kernels.layer.norms import inverse_rms, rms_normed
 from colocate.kernels.layer.rotary import turned
 
@@ -203,7 +203,7 @@ def prefix_kernel(
         total = tl.zeros([NUM_QUERIES], tl.float32)
         acc = tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32)
         k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
-        if k_cache.dtype.element_ty == tl.float8e4nv:
+        if k_cache.dtype.element_ty == tl.uint8:
             q, scales_log2 = narrowed_queries(q, scale_log2)
             maximum, total, acc = attend_8bit(
                 q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
@@ -304,30 +304,31 @@ def suffix_kernel(
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)
     in_page = kv_head * HEAD_BLOCK + (slot % PAGE_SIZE + copies) * HEAD_DIM + dims
-    if k_cache.dtype.element_ty == tl.float8e4nv:
+    if k_cache.dtype.element_ty == tl.uint8:
         q, scales_log2 = narrowed_queries(q, scale_log2)
-        k, k_exponents = quantized_heads(k)
-        v, v_exponents = quantized_heads(v)
+        k, k_scales = quantized_heads(k)
+        v, v_scales = quantized_heads(v)
         behind = kv_head * HEAD_BLOCK + PAGE_SIZE * HEAD_DIM + slot % PAGE_SIZE + tl.zeros_like(queries)
-        k_place = (k_cache + new_page * k_stride + behind).to(tl.pointer_type(tl.uint8))
-        v_place = (v_cache + new_page * v_stride + behind).to(tl.pointer_type(tl.uint8))
-        tl.store(k_place, k_exponents.to(tl.uint8), mask=is_new & (queries == 0))
-        tl.store(v_place, v_exponents.to(tl.uint8), mask=is_new & (queries == 0))
+        is_first = is_new & (queries == 0)
+        tl.store(k_cache + new_page * k_stride + behind, k_scales.to(tl.uint8), mask=is_first)
+        tl.store(v_cache + new_page * v_stride + behind, v_scales.to(tl.uint8), mask=is_first)
     tl.store(k_cache + new_page * k_stride + in_page, k, mask=first_mask)
     tl.store(v_cache + new_page * v_stride + in_page, v, mask=first_mask)
 
     # The running softmax begins with the new key, whose weight is 1 as long as no other key is there.
-    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     total = is_new.to(tl.float32)
-    if k_cache.dtype.element_ty == tl.float8e4nv:
-        score = score * (scales_log2 * power(k_exponents)) + (v_exponents - 127).to(tl.float32)
-        total *= inverse_power(v_exponents)
+    if k_cache.dtype.element_ty == tl.uint8:
+        # What is no number is seen here; among older keys the sequence has NaN behind it already.
+        v_exponents = exponents(v_scales) + 0.0 * factors(v_scales)
+        score = tl.sum(q.to(tl.float32) * numbers(k), 1) * (scales_log2 * factors(k_scales)) + v_exponents
+        total *= tl.exp2(-v_exponents)
+        acc = numbers(v)
     else:
-        score *= scale_log2
+        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+        acc = v.to(tl.float32)
     maximum = tl.where(is_new, score, _LOWEST)
-    acc = v.to(tl.float32)
     k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
-    if k_cache.dtype.element_ty == tl.float8e4nv:
+    if k_cache.dtype.element_ty == tl.uint8:
         maximum, total, acc = attend_8bit(
             q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
             context - WINDOW, context - 1, scales_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW, IN_ASM,

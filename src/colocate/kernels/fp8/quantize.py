@@ -19,8 +19,6 @@ _MAX_ROW_BLOCK = 512 * _VALUES_PER_THREAD
 """The longest block of a row. Two blocks stay in registers; what is behind them is read twice."""
 
 _LEAST = tl.constexpr(BIAS + LEAST_EXPONENT)
-_IN_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether `narrowed` is PTX, of which Triton's interpreter has none."""
 
 
 @triton.jit
@@ -43,29 +41,6 @@ def power(exponents):
 def inverse_power(exponents):
     """2^(127 - exponents) in float32, of biased exponents below 254."""
     return power(254 - exponents.to(tl.int32))
-
-
-@triton.jit
-def narrowed(x):
-    """float32 `x`, of at most 448 in size, as e4m3, rounded to the nearest, ties to even.
-
-    For numbers that are used more than once. Triton's own conversion has two numbers in 16 bits, and ptxas of
-    CUDA 12.8 and 12.9 (Triton 3.6 has 12.8) merges two such pairs into one register as it narrows them. If a
-    pair is also used in another way, it loses that pair and reads a register that it never wrote: stack
-    addresses were stored for values, and thread numbers attended to. Here each has 32 bits of its own.
-    """
-    if _IN_ASM:
-        bits = tl.inline_asm_elementwise(
-            "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, $1; cvt.u32.u16 $0, pair; }",
-            "=r,r",
-            [x],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    else:
-        return x.to(tl.float8e4nv)
 
 
 def scaled(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocate.kernels.fp8.e4m3 import head_block_size
-from colocate.kernels.fp8.quantize import exponents_for, inverse_power, narrowed, power
+from colocate.kernels.fp8.int8 import head_block_size
+from colocate.kernels.fp8.quantize_int8 import factors, largest_of, numbers, quantized, scales_for
 from colocate.kernels.launch import num_programs
 from colocate.kernels.layer.norms import inverse_rms, multiplied, rms_normed
 
@@ -143,7 +143,7 @@ def _rotate_and_store_kernel(
         first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, in_half, eps, dtype,
         HEAD_DIM, OFFSET,
     )  # fmt: skip
-    turns = is_query | is_key if k_cache.dtype.element_ty != tl.float8e4nv else is_query
+    turns = is_query | is_key if k_cache.dtype.element_ty != tl.uint8 else is_query
     tl.store(pointers, new_first, mask=mask & turns)
     tl.store(pointers + HALF, new_second, mask=mask & turns)
 
@@ -155,16 +155,15 @@ def _rotate_and_store_kernel(
     cache += kv_heads * HEAD_BLOCK
     first = tl.where(is_value, first.to(dtype), new_first)
     second = tl.where(is_value, second.to(dtype), new_second)
-    if k_cache.dtype.element_ty == tl.float8e4nv:
+    if k_cache.dtype.element_ty == tl.uint8:
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(wide_first), axis=1), tl.max(tl.abs(wide_second), axis=1))
-        exponents = exponents_for(largest)[:, None]
-        first = narrowed(wide_first * inverse_power(exponents))
-        second = narrowed(wide_second * inverse_power(exponents))
-        places = (cache + (PAGE_SIZE * HEAD_DIM + offset)).to(tl.pointer_type(tl.uint8))
-        tl.store(places, exponents.to(tl.uint8), mask=is_stored)
-        read_first = (first.to(tl.float32) * power(exponents)).to(dtype)
-        read_second = (second.to(tl.float32) * power(exponents)).to(dtype)
+        larger = tl.maximum(tl.abs(wide_first), tl.abs(wide_second), propagate_nan=tl.PropagateNan.ALL)
+        scales = scales_for(largest_of(larger))
+        first, second = quantized(wide_first, scales), quantized(wide_second, scales)
+        places = cache + (PAGE_SIZE * HEAD_DIM + offset)
+        tl.store(places, scales[:, None].to(tl.uint8), mask=is_stored)
+        read_first = (numbers(first) * factors(scales)[:, None]).to(dtype)
+        read_second = (numbers(second) * factors(scales)[:, None]).to(dtype)
         tl.store(pointers, read_first, mask=mask & (is_key | is_value))
         tl.store(pointers + HALF, read_second, mask=mask & (is_key | is_value))
     places = cache + offset * HEAD_DIM + columns

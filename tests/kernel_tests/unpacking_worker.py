@@ -1,8 +1,9 @@
-"""Compiles kernels that store keys and values in 8 bits for a GPU that is not here; prints their PTX in JSON.
+"""Compiles kernels that read keys and values in 8 bits for a GPU that is not here; prints their PTX in JSON.
 
-    python narrowing_worker.py CACHE
+    python unpacking_worker.py CACHE
 
-Run without Triton's interpreter, with the stand-in for Triton's driver of `absent_gpu.py`.
+Tensors are on a CPU, so `decode_attention` is told that bytes are to be unpacked as on a GPU. Run without
+Triton's interpreter, with the stand-in for Triton's driver of `absent_gpu.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import triton
 from absent_gpu import Driver
 from triton.runtime import driver
 
+from colocate.kernels.decode import attention
 from colocate.kernels.decode.attention import DecodeScratch, decode_attention
+from colocate.kernels.decode.prefixes import SharedPrefixes
 from colocate.kernels.definitions import Rotation
-from colocate.kernels.fp8 import e4m3
+from colocate.kernels.fp8 import int8
 from colocate.kernels.layer.rotary import rotate_and_store
 
 ptx: dict[str, list[str]] = {}
@@ -30,14 +33,26 @@ def note(*, src: Any, metadata_group: dict[str, str], **_: Any) -> None:
     ptx.setdefault(src.name, []).extend(texts)
 
 
+class InAsm:
+    """A kernel that is launched with `IN_ASM`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: self._kernel[grid](*args, **{**options, "IN_ASM": True})
+
+
 def launch(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> None:
-    block = e4m3.head_block_size(page_size, head_dim, e4m3.DTYPE)
+    block = int8.head_block_size(page_size, head_dim, int8.DTYPE)
     pages = torch.zeros(2, 4, num_kv_heads, block, dtype=torch.uint8)[..., : page_size * head_dim]
-    caches = pages.view(e4m3.DTYPE).unflatten(-1, (page_size, head_dim))
+    caches = pages.unflatten(-1, (page_size, head_dim))
     qkv = torch.zeros(4, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     tables = torch.zeros(2, 16, head_dim, dtype=dtype)
     places = torch.zeros(4, dtype=torch.int32)
     shape = dict(max_num_seqs=4, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    sizes = dict(max_num_seqs=4, num_heads=num_heads, num_kv_heads=num_kv_heads, page_size=page_size)
+    prefixes = SharedPrefixes(**sizes, device=qkv.device)
     buffer = torch.zeros(DecodeScratch.num_bytes(**shape), dtype=torch.uint8)
     rotate_and_store(
         qkv,
@@ -52,7 +67,7 @@ def launch(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dty
         num_kv_heads=num_kv_heads,
     )
     decode_attention(
-        qkv, Rotation(*tables, None, None, 1e-6), places, *caches, places[:, None], places, None,
+        qkv, Rotation(*tables, None, None, 1e-6), places, *caches, places[:, None], places, prefixes,
         DecodeScratch(buffer, **shape), scale=1.0, sliding_window=None, num_splits=1,
         out=torch.zeros(4, num_heads, head_dim, dtype=dtype),
     )  # fmt: skip
@@ -62,7 +77,9 @@ def main(cache: str) -> None:
     triton.knobs.cache.dir = cache
     triton.knobs.compilation.listener = note
     driver.set_active(Driver(90))
-    launch(4, 1, 64, 16, torch.bfloat16)
+    for name in ("prefix_kernel", "suffix_kernel"):
+        setattr(attention, name, InAsm(getattr(attention, name)))
+    launch(4, 1, 64, 64, torch.bfloat16)
     print(json.dumps(ptx))
 
 
