@@ -55,6 +55,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
+    "cwm": {"head_dim": 12, "sliding_window": 5, "eos_token_id": 2},
+    "ministral": {"head_dim": 12, "sliding_window": 7},
+    "seed_oss": dict(head_dim=12, attention_out_bias=True, attention_dropout=0.0, residual_dropout=0.0),
 }
 """Families with a layout, by transformers' `model_type`, and what their tiny models have beside `_SIZES`. One
 line here brings a new family into the tests of engine, trainer, self-check and planner."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi-3")
+FAMILIES = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "Phi-3", "Seed-OSS", "CWM")
 """The families of `layouts.ARCHITECTURES`."""
 FAMILY_NAMES = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"

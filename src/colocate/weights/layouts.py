@@ -19,17 +19,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CwmForCausalLM,
     LlamaForCausalLM,
+    MinistralForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SeedOssForCausalLM,
 )
+from transformers.models.cwm.modeling_cwm import CwmAttention, CwmMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.ministral.modeling_ministral import MinistralAttention, MinistralMLP
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention, SeedOssMLP
 
 from colocate.weights.adapters import (
     adapter_state,
@@ -46,6 +52,9 @@ ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = 
     Phi3ForCausalLM: (Phi3Attention, Phi3MLP),
     Qwen2ForCausalLM: (Qwen2Attention, Qwen2MLP),
     Qwen3ForCausalLM: (Qwen3Attention, Qwen3MLP),
+    CwmForCausalLM: (CwmAttention, CwmMLP),
+    MinistralForCausalLM: (MinistralAttention, MinistralMLP),
+    SeedOssForCausalLM: (SeedOssAttention, SeedOssMLP),
 }
 """Causal language model -> the attention and MLP classes whose forward the native engine reproduces."""
 
@@ -301,8 +310,8 @@ def _resolved(base: Any) -> Layout:
 
 def _layer_layout(layer: Any, config: Any) -> LayerLayout:
     attention, mlp = layer.self_attn, layer.mlp
-    # Qwen chooses a window per layer and keeps it on the module; Mistral and Phi-3 have one for all layers;
-    # Llama has none.
+    # Qwen, CWM and Ministral choose a window per layer and keep it on the module; Mistral and Phi-3 have one
+    # for all layers; Llama and Seed-OSS have none.
     window = getattr(attention, "sliding_window", None)
     if isinstance(attention, (MistralAttention, Phi3Attention)):
         window = config.sliding_window

@@ -39,7 +39,7 @@ from colocate.policy.stack.projections import Gradients, Projection
 from colocate.policy.stack.weight_store import WeightStore, split_parameters
 from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
-from colocate.weights.layouts import Layout, has_layout, layout_for
+from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 MLP_TILE_TOKENS = 8192
@@ -48,7 +48,10 @@ MLP_TILE_TOKENS = 8192
 
 def runs_packed(model: nn.Module) -> bool:
     """Whether `DecoderStack` can compute this model: it has a layout, and no dropout inside attention."""
-    return has_layout(model) and not getattr(model.config, "attention_dropout", 0.0)
+    # The modules' own rates: `disable_dropout` sets them to 0 and leaves the configuration as it is.
+    return has_layout(model) and not any(
+        layer.self_attn.attention_dropout for layer in causal_lm(model).model.layers
+    )
 
 
 def tell_fallbacks(model: nn.Module) -> None:
