@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from colocate.options.declared import Option
-from colocate.options.help import option_sections
+from colocate.config.help import ListedOption, option_sections
 
 _OPTIONS = "<!-- options -->"
 _NAMES = re.compile(r"(?<=<td>)(?:<code>[^<]*</code>(?:, )?)+(?=</td>)")
@@ -49,7 +48,7 @@ def option_tables() -> str:
     return "\n".join(parts)
 
 
-def _row(option: Option) -> str:
-    text = " ".join(option.text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+def _row(option: ListedOption) -> str:
+    text = option.text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     default = "" if option.default == "None" else f"`{option.default}`"
     return f"| `{option.name}` | {default.replace('|', chr(92) + '|')} | {text} |"

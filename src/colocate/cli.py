@@ -84,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _worded(message: str, known: argparse.Namespace) -> str:
     """An error's message in the words of the command."""
-    from colocate.options.declared import option_names
+    from colocate.config.run_config import run_options
 
     own = [option for action in known.command_parser._actions for option in action.option_strings]
-    return in_words_of(known.command, message, own, option_names())
+    return in_words_of(known.command, message, own, run_options())
 
 
 def _unread(known: argparse.Namespace) -> list[str]:

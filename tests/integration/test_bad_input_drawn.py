@@ -29,8 +29,9 @@ from transformers import TrainerCallback
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
 from colocate.data import mixture
+from colocate.options.declared import choices_of, ranges_of
 from colocate.options.names import ALIASES
-from colocate.options.requirements import Requirement, choices_of, ranges_of
+from colocate.options.requirements import Requirement
 
 SEED = 20_261
 

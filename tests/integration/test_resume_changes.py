@@ -31,7 +31,8 @@ from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
 from colocate.config.grpo_config import GRPOConfig
 from colocate.experience.judge import Judge
 from colocate.experience.select import Selector
-from colocate.options.requirements import IN_COMPLETIONS, marked
+from colocate.options.declared import marked
+from colocate.options.requirements import IN_COMPLETIONS
 from colocate.run import build as builders
 from colocate.run import options as run_options
 from tool_chat import TEMPLATE

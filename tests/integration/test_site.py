@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colocate
 from colocate import cli
+from colocate.config.help import option_sections
 from colocate.config.run_config import parse_run
-from colocate.options.help import option_sections
 from colocate.options.run_file import read_overrides
 from colocate.planning.hardware import find_gpu
 from colocate.reporting.run_log import TRAINER_METRICS

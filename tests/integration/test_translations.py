@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from colocate import GRPOConfig
+from colocate.config.help import option_sections
 from colocate.config.run_config import parse_run
 from colocate.data.prompts import tokenize_prompts
-from colocate.options.help import option_sections
 from colocate.rewards import accuracy_reward
 from tiny import make_model, make_tokenizer
 from tool_chat import make_chat_tokenizer

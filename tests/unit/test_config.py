@@ -16,18 +16,11 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from colocate import GRPOTrainer
 from colocate.config import launchers
 from colocate.config.grpo_config import GRPOConfig
-from colocate.config.honoured import (
-    CHOICES,
-    HONOURED_BY,
-    RANGES,
-    REFUSED,
-    UNNECESSARY,
-    check_support,
-    default_of,
-    honoured,
-)
+from colocate.config.honoured import HONOURED_BY, REFUSED, UNNECESSARY, check_support, honoured
+from colocate.config.transformers_options import CHOICES, RANGES
+from colocate.options.declared import choices_of, declared, default_of
 from colocate.options.names import ALIASES, OF_TRL, override
-from colocate.options.values import coerce, shown, types_of
+from colocate.options.values import coerce, shown
 from colocate.reporting.provenance import changed_options
 from colocate.run.engine import sampling_params
 
@@ -37,14 +30,15 @@ CLASSES = (honoured(GRPOConfig), set(ALIASES), set(UNNECESSARY), set(REFUSED))
 
 def other_than(name):
     """A value of the option's type that is not its default."""
-    default, hint = default_of(FIELDS[name]), types_of(GRPOConfig)[name]
+    default, hint = default_of(FIELDS[name]), declared(GRPOConfig)[name].hint
     if isinstance(default, bool):
         return not default
     if isinstance(default, (int, float)):
         return default + 1
-    for value in ("something else", 2, 0.5, True, ["something"], {"something": 1}, ParallelismConfig()):
+    anything = ("something else", 2, 0.5, True, ["something"], {"something": 1}, ParallelismConfig())
+    for value in (*choices_of(GRPOConfig).get(name, ()), *anything):
         with contextlib.suppress(ValueError):
-            if (read := coerce(name, value, hint)) == value:
+            if (read := coerce(name, value, hint)) == value != default:
                 return read
     raise AssertionError(f"no value for {name}, which is {hint}")
 

@@ -56,17 +56,15 @@ CASES = """
 import dataclasses, json, sys
 
 import echo_engine
-from colocate.config.declared_values import check_values
+from colocate.config.help import option_help
+from colocate.config.run_config import parse_run, read_options
 from colocate.engines import registry
-from colocate.options.declared import check_names
-from colocate.options.help import option_help
 
 before = "torch" in sys.modules
 from accelerate import Accelerator
 from engine_models import make_model, make_prompts
 
 from colocate.config.grpo_config import GRPOConfig
-from colocate.config.run_config import parse_run
 from colocate.planning.run_options import planner_for, workload_of
 from colocate.run.engine import build_engine, sampling_params
 from colocate.types import SamplingParams
@@ -77,8 +75,7 @@ def make(**options):
 
 
 def early(**values):
-    check_names(values)
-    check_values(values)
+    read_options(values)
 
 
 def late(**values):
@@ -197,10 +194,8 @@ entry_points = importlib.metadata.entry_points
 importlib.metadata.entry_points = (
     lambda group=None, **given: [] if group == "colocate.engines" else entry_points(group=group, **given)
 )
-from colocate.config.declared_values import check_values
 from colocate.config.grpo_config import GRPOConfig
-from colocate.config.run_config import parse_run
-from colocate.options.declared import check_names
+from colocate.config.run_config import parse_run, read_options
 
 
 def make(**options):
@@ -208,7 +203,7 @@ def make(**options):
 
 
 for name, value in (("engine", "trtllm"), ("trtllm_python", "python")):
-    for door in (make, lambda **v: (check_names(v), check_values(v)), lambda **v: make(**parse_run(v)[1])):
+    for door in (make, lambda **v: read_options(v), lambda **v: make(**parse_run(v)[1])):
         try:
             door(**{name: value})
         except (TypeError, ValueError) as error:

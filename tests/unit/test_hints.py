@@ -17,10 +17,10 @@ from colocate.algorithms.losses import LOSSES
 from colocate.algorithms.objective_params import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.ratios import RATIOS
 from colocate.config.grpo_config import GRPOConfig
+from colocate.config.help import option_help
 from colocate.config.honoured import HONOURED_BY, REFUSED, UNNECESSARY, honoured
 from colocate.config.run_config import RunConfig
 from colocate.engines.vllm.environment import NEWEST, OLDEST
-from colocate.options.help import option_help
 from colocate.options.names import ALIASES
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from colocate.config.grpo_config import GRPOConfig
 from colocate.config.run_config import parse_run
-from colocate.options.values import coerce, shown, types_of
+from colocate.options.declared import declared
+from colocate.options.values import coerce, shown
 from colocate.options.yaml_text import read_yaml, write_yaml
 
 
@@ -101,7 +102,7 @@ def test_infinity_only_where_it_is_asked_for():
 
 
 def test_text_for_a_mapping_is_its_json_but_a_config_may_be_a_file():
-    types = types_of(Options)
+    types = {name: option.hint for name, option in declared(Options).items()}
     assert coerce("some_config", "file.json", types["some_config"]) == "file.json"
     with pytest.raises(ValueError, match=r"some_kwargs='file.json' is not a mapping or None"):
         coerce("some_kwargs", "file.json", types["some_kwargs"])

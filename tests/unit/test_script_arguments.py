@@ -14,7 +14,7 @@ from trl import RichProgressCallback as TRLCallback
 import colocate
 from colocate import DatasetConfig, DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from colocate.config.run_config import RunConfig
-from colocate.options.requirements import ranges_of
+from colocate.options.declared import ranges_of
 from colocate.reporting.progress import Progress
 from colocate.trl.scripts import model_config
 

@@ -10,7 +10,7 @@ import pytest
 import colocate
 from colocate.cli import _COMMANDS, _build_parser
 from colocate.commands.vocabulary import EQUIVALENTS, TAKE_RUN_OPTIONS, in_words_of
-from colocate.options.declared import option_names
+from colocate.config.run_config import run_options
 
 SOURCES = Path(colocate.__file__).parent
 
@@ -49,7 +49,7 @@ IMPERATIVE = r"(?:[Ss]et|[Ll]ower|[Rr]aise|[Gg]ive|[Pp]ass)"
 @pytest.mark.parametrize("command", sorted(set(_COMMANDS) - set(TAKE_RUN_OPTIONS)))
 def test_no_refusal_advises_an_option_that_the_command_lacks(command):
     assert len(REFUSALS) > 500
-    own, names = options_of(command), option_names()
+    own, names = options_of(command), run_options()
     lacking = {name for name in names if f"--{name}" not in own and "_" in name}
     for text in REFUSALS:
         shown = in_words_of(command, text, own, names)
@@ -62,12 +62,12 @@ def test_no_refusal_advises_an_option_that_the_command_lacks(command):
 
 def test_every_equivalent_is_an_option_of_its_command():
     for command, names in EQUIVALENTS.items():
-        assert names.keys() <= option_names()
+        assert names.keys() <= run_options().keys()
         assert {f"--{name}" for name in names.values()} <= options_of(command)
 
 
 def shown_by(command: str, text: str) -> str:
-    return in_words_of(command, text, options_of(command), option_names())
+    return in_words_of(command, text, options_of(command), run_options())
 
 
 def test_advice_gets_the_names_of_the_command_or_is_left_out():

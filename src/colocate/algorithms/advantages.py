@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from colocate.options.requirements import IN_COMPLETIONS, OneOf, check_choice, choices_of
+from colocate.options.declared import choices_of
+from colocate.options.requirements import IN_COMPLETIONS, OneOf, check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,14 @@ from colocate.algorithms import normalization
 from colocate.algorithms.normalization import LossSlice
 from colocate.algorithms.ratios import RATIOS
 from colocate.algorithms.reductions import masked_max, masked_min, record_mean
-from colocate.options.requirements import IN_COMPLETIONS, NOT_NEGATIVE, POSITIVE, OneOf, check_choice
+from colocate.options.requirements import (
+    IN_COMPLETIONS,
+    MAY_BE_INFINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    OneOf,
+    check_choice,
+)
 from colocate.reporting.run_log import reserve_metrics
 
 if TYPE_CHECKING:
@@ -50,7 +57,7 @@ class LossOptions:
     """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
     """Lower clipping bound: ratios below 1 − ε. With "dppo": how far a token's probability may fall."""
-    epsilon_high: float | None = None
+    epsilon_high: Annotated[float | None, MAY_BE_INFINITE] = None
     """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5.
     With "dppo": how far a token's probability may rise."""
     delta: float | None = None

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
-from colocate.options.requirements import (
-    IN_COMPLETIONS,
-    UPPER_BOUNDS,
-    OneOf,
-    check_choice,
-    check_range,
-    choices_of,
-    ranges_of,
-)
+from colocate.options.declared import declared
+from colocate.options.requirements import IN_COMPLETIONS, MAY_BE_INFINITE, OneOf
 
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -44,10 +37,15 @@ class ObjectiveParams(LossOptions):
     """Weight tokens by policy ÷ rollout probability, whichever engine generated (the name is TRL's)."""
     vllm_importance_sampling_mode: Annotated[str, OneOf(IMPORTANCE_SAMPLING_MODES)] = "sequence_mask"
     """Whether ratios out of bounds are truncated or masked, per token or per sequence."""
-    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_max: Annotated[float | None, MAY_BE_INFINITE] = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self) -> None:
+        for name, option in declared(ObjectiveParams).items():
+            value = option.check(getattr(self, name))
+            is_bound = MAY_BE_INFINITE in option.conditions and value == math.inf
+            if isinstance(value, float) and not math.isfinite(value) and not is_bound:
+                raise ValueError(f"{name}={value} makes a loss that is not finite: set a finite number.")
         self.check_objective()
 
     @property
@@ -56,18 +54,7 @@ class ObjectiveParams(LossOptions):
         return self.entropy_coef != 0.0 or self.use_adaptive_entropy
 
     def check_objective(self) -> None:
-        """Raise ValueError for a name that is unknown and for numbers that contradict each other."""
-        for name, choices in choices_of(ObjectiveParams).items():
-            check_choice(name, getattr(self, name), choices)
-        for field in fields(ObjectiveParams):
-            value = getattr(self, field.name)
-            is_bound = field.name in UPPER_BOUNDS and value == math.inf
-            if isinstance(value, float) and not math.isfinite(value) and not is_bound:
-                raise ValueError(
-                    f"{field.name}={value} makes a loss that is not finite: set a finite number."
-                )
-        for name, requirement in ranges_of(ObjectiveParams).items():
-            check_range(name, getattr(self, name), requirement)
+        """Raise ValueError for options that contradict each other."""
         self._check_clipping()
         check_loss(self)
         self._check_coefficients()

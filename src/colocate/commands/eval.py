@@ -126,7 +126,7 @@ def _of_run_file(name: str, base: str | None) -> SavedModel:
     from dataclasses import replace
 
     from colocate.checkpoints.saved_model import find_model
-    from colocate.options.run_file import read_values
+    from colocate.config.run_config import read_values
 
     _, options = read_values([name])
     if not options.get("model_name_or_path"):

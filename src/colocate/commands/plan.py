@@ -13,8 +13,7 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
-from colocate.config.declared_values import check_values
-from colocate.options.run_file import read_values
+from colocate.config.run_config import read_options, read_values, split_options
 
 SUMMARY = "show whether a run fits the GPU and how long its steps take, without loading the model"
 _EPILOG = (
@@ -54,14 +53,12 @@ def _memory_size(text: str) -> float:
 def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     _, values = read_values(known.run_options)
-    check_values(values)
+    values = read_options(values)
     require(values, "model_name_or_path")
 
-    from colocate.config.run_config import parse_run
     from colocate.planning.command import plan_run
 
-    run, options = parse_run(values)
-    require(vars(run), "model_name_or_path")
+    run, options = split_options(values)
     require_adapters_on_4_bits(run)
     say_unnecessary(run, options)
     return plan_run(

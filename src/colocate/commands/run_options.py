@@ -52,9 +52,7 @@ def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any
         model_options["dtype"] = run.dtype
     if run.attn_implementation is not None:
         model_options["attn_implementation"] = run.attn_implementation
-    given = options.get("model_init_kwargs") or {}
-    if isinstance(given, Mapping):  # `GRPOConfig` says what is wrong with anything else
-        given = with_present_names(given)
+    given = with_present_names(options.get("model_init_kwargs"))
     return {**options, "model_init_kwargs": {**model_options, **given}}
 
 
@@ -76,7 +74,8 @@ def say_unnecessary(run: RunConfig, options: dict[str, Any]) -> None:
     model is natively supported."""
     from dataclasses import fields
 
-    from colocate.config.honoured import UNNECESSARY_WITH_LAYOUT, default_of
+    from colocate.config.honoured import UNNECESSARY_WITH_LAYOUT
+    from colocate.options.declared import default_of
 
     defaults = {field.name: default_of(field) for field in fields(run)}
     for switch, names in _READ_WITH.items():

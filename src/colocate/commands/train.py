@@ -24,16 +24,14 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
-from colocate.config.declared_values import check_batch, check_values
-from colocate.engines.registry import OLDER_NAMES, engine_of
+from colocate.config.run_config import RunConfig, check_batch, read_options, read_values, split_options
+from colocate.engines.registry import engine_of
 from colocate.options.redaction import redacted
-from colocate.options.run_file import read_values
 from colocate.parallel.ray_cluster import ClusterRequest
 from colocate.version import __version__
 
 if TYPE_CHECKING:
     from colocate.config.grpo_config import GRPOConfig
-    from colocate.config.run_config import RunConfig
 
 _OF_LAUNCHER = (
     *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
@@ -50,10 +48,10 @@ def add_parser(commands: Any) -> None:
 
 
 class _OptionHelp(argparse.Action):
-    """Prints the help with all options, which are read from the sources only when somebody asks for help."""
+    """Prints the help with all options, which are gathered only when somebody asks for help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from colocate.options.help import help_width, option_help
+        from colocate.config.help import help_width, option_help
 
         about = textwrap.fill(str(parser.description), help_width())
         parser.description = f"{about}\n\n{option_help()}"
@@ -98,7 +96,7 @@ def _whole(text: str) -> int:
 def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     file, values = read_values(known.run_options)
-    check_values(values)
+    values = read_options(values)
     _require_complete(values, file)
     ask = _ask(known, values.get("engine"))
     num_ranks = _num_ranks(os.environ) if ask is None else ask.num_nodes * ask.ranks_per_node
@@ -164,7 +162,7 @@ def _ask(known: argparse.Namespace, engine: Any = None) -> ClusterRequest | None
         known.num_nodes or 1,
         known.gpus_per_node if on_gpus else known.ranks_per_node,
         on_gpus,
-        shares=1 if engine in (None, "auto") else engine_of(OLDER_NAMES.get(engine, engine)).gpu_shares,
+        shares=1 if engine in (None, "auto") else engine_of(engine).gpu_shares,
         num_replicas=num_replicas,
         replica_size=known.replica_gpus or 1,
         replica_engine=known.replica_engine or "vllm",
@@ -212,7 +210,7 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
 
     with importing_ahead():
         from colocate.config.grpo_config import GRPOConfig
-        from colocate.config.run_config import RunFileWriter, parse_run
+        from colocate.config.saved_run import RunFileWriter
         from colocate.reporting.messages import model_saved, say_row
         from colocate.reporting.panel import without_bars
         from colocate.rewards import BUILT_IN
@@ -220,9 +218,8 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
         from colocate.trainer import GRPOTrainer
         from colocate.users_code.by_name import get_tool
 
-    run, options = parse_run(values)
-    _require_complete(vars(run))
-    config = GRPOConfig(**with_model_options(run, options))
+    run, options = split_options(values)
+    config = GRPOConfig.from_read(with_model_options(run, options))
     _refuse_moved(file, config)
     reward_funcs = _reward_functions(run)
     with without_bars():  # of other libraries, which would stand in the header, and fill a log
@@ -280,8 +277,7 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
     """Print the rows of the header that are known without the model, before PyTorch is loaded."""
     from colocate.reporting.messages import begun_header
 
-    rewards = values.get("reward_funcs") or []
-    names = [rewards] if isinstance(rewards, str) else [str(name) for name in rewards]
+    names = [*(values.get("reward_funcs") or [])]
     if values.get("reward_model_name_or_path"):
         names.insert(0, str(values["reward_model_name_or_path"]))
     if values.get("environment_factory"):
@@ -298,13 +294,11 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
 
 def _data_in_words(values: Mapping[str, Any]) -> str:
     """The name of the dataset, or the names and weights of several."""
-    if not isinstance(entries := values.get("datasets"), list) or not entries:
-        return str(values.get("dataset_name") or entries)
-    known = [entry for entry in entries if isinstance(entry, Mapping)]
+    entries = values.get("datasets") or []
     return ", ".join(
         f"{entry.get('name')} ({entry['weight']})" if "weight" in entry else f"{entry.get('name')}"
-        for entry in known
-    )
+        for entry in entries
+    ) or str(values.get("dataset_name"))
 
 
 def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:

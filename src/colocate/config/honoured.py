@@ -19,24 +19,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from typing import Any
 
 from colocate.config.rollout_precision import check_precision
 from colocate.engines.registry import engines
+from colocate.options.declared import default_of
 from colocate.options.names import ALIASES, OF_TRL
-from colocate.options.requirements import (
-    AT_LEAST_ONE,
-    BELOW_ONE,
-    INTERVAL,
-    NOT_NEGATIVE,
-    UPPER_BOUNDS,
-    Elsewhere,
-    Requirement,
-    check_choice,
-)
+from colocate.options.requirements import Elsewhere, check_choice
 from colocate.options.values import shown
-from colocate.policy.optimizer.names import OPTIMIZERS, check_optimizer
+from colocate.policy.optimizer.names import check_optimizer
 from colocate.weights.families import FAMILY_NAMES
 
 
@@ -182,60 +174,6 @@ HONOURED_BY: dict[str, frozenset[str]] = {
     if engine.unread
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
-
-_LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optim": OPTIMIZERS,
-    "lr_scheduler_type": (
-        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
-        *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
-    ),
-    "ddp_backend": ("nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "log_level": _LOG_LEVELS,
-    "log_level_replica": _LOG_LEVELS,
-    "save_strategy": ("no", "steps", "epoch", "best"),
-    "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
-}
-"""The values that are honoured of an option of transformers', where other values of its type are not."""
-
-
-RANGES: dict[str, Requirement] = {
-    **dict.fromkeys(
-        _names(
-            """
-            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps ddp_timeout
-            """
-        ),
-        AT_LEAST_ONE,
-    ),
-    **dict.fromkeys(_names("adam_beta1 adam_beta2"), BELOW_ONE),
-    **dict.fromkeys(_names("eval_steps save_steps"), INTERVAL),
-    **dict.fromkeys(_names("weight_decay eval_delay data_seed"), NOT_NEGATIVE),
-    # What is 0 in float32 divides 0 by 0 wherever a gradient is 0.
-    "adam_epsilon": Requirement(
-        "must be greater than 0, in float32, too: at least 2**-126", lambda v: v >= 2**-126
-    ),
-    "seed": Requirement("must be at least 0 and less than 2**32, for numpy's sake", lambda v: 0 <= v < 2**32),
-    "max_steps": Requirement(
-        "must be at least 1, or -1 or 0 to train for num_train_epochs", lambda v: v >= -1
-    ),
-    "warmup_steps": Requirement(
-        "must be a whole number of steps, or a share of the run below 1",
-        lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
-    ),
-}
-"""Requirements of the numbers among transformers' options; the caller judges None. Conditions that involve
-several options are in `GRPOConfig` and `ObjectiveParams`."""
-
-MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
-"""Options that are upper bounds: infinity means "no bound". All other numbers must be finite."""
-
-
-def default_of(field: Field) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def check_report_to(names: Collection[str]) -> None:

@@ -6,38 +6,34 @@
     learning_rate: 1e-6
 
 Every key may also be given as `--key value` on the command line; that value then replaces the file's. An
-unknown key is an error, and so is a value that its option cannot take.
+unknown key is an error, and so is a value that its option cannot take; both are found without PyTorch.
 """
 
 from __future__ import annotations
 
-import enum
-import os
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from transformers import TrainerCallback
-
-from colocate.config.grpo_config import GRPOConfig
-from colocate.config.honoured import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_of, honoured
-from colocate.options.redaction import check_complete, redacted
-from colocate.options.requirements import AT_LEAST_ONE, BELOW_ONE, POSITIVE, check_range, ranges_of
-from colocate.options.run_file import LAUNCH
-from colocate.options.values import coerce, nearest, shown, types_of
-from colocate.options.yaml_text import write_yaml
-from colocate.reporting.messages import short_path
+from colocate.config.batch_sizes import derive_batch_sizes
+from colocate.config.grpo_options import GRPOOptions
+from colocate.config.transformers_options import transformers_options
+from colocate.options.declared import Option, declared
+from colocate.options.names import override
+from colocate.options.redaction import check_complete
+from colocate.options.requirements import AT_LEAST_ONE, BELOW_ONE, POSITIVE
+from colocate.options.run_file import read_file, read_overrides
+from colocate.options.values import members, nearest, shown
 
 
 @dataclass
 class RunConfig:
-    """Options that `colocate train` passes to `GRPOTrainer` besides its `GRPOConfig`, under TRL's names.
+    """Options that `colocate train` passes to `GRPOTrainer` besides its `GRPOConfig`, under TRL's names."""
 
-    Raises:
-        ValueError: a number of LoRA's is out of its range.
-    """
+    # ── What to train on what ────────────────────────────────────────────────────────────────────────────
 
     model_name_or_path: str | None = None
     """Model on the Hub or in a directory."""
@@ -126,10 +122,6 @@ class RunConfig:
     """A class whose objects each play one episode, with their methods as tools: a dotted path or
     `file.py:Class`. Its `get_reward`, if it has one, is a reward function."""
 
-    def __post_init__(self) -> None:
-        for name, requirement in ranges_of(RunConfig).items():
-            check_range(name, getattr(self, name), requirement)
-
     @property
     def lora_targets(self) -> list[str] | Literal["all-linear"] | None:
         """`lora_target_modules` as PEFT takes it: PEFT knows "all-linear" only as a text, not in a list."""
@@ -138,82 +130,89 @@ class RunConfig:
 
 # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────
 
+_OFTEN_MEANT = {
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "dataset": "dataset_name",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "reward": "reward_funcs",
+    "lora": "use_peft",
+    "output": "output_dir",
+}
+"""Names that other programs have for an option, where those are spelled like another one of ours."""
 
-def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
-    """Split options into the two records' arguments, each with the type that its field declares.
 
-    Returns the `RunConfig` and the keyword arguments of `GRPOConfig` (which derives values as it is made).
+@functools.cache
+def run_options() -> Mapping[str, Option]:
+    """Every option of a run: those of `RunConfig` and of `GRPOConfig`, by name."""
+    return {**declared(RunConfig), **transformers_options(), **declared(GRPOOptions)}
+
+
+def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The run file that `[RUN.yaml] [--option value ...]` names, and the options of file and command line
+    together, as text or YAML's values.
 
     Raises:
-        ValueError: an unknown option, a value that is not of its option's type, or one that stands for a
-            secret.
+        ValueError: there is no such file or option, or an option lacks its value.
+    """
+    has_file = bool(arguments) and not arguments[0].startswith("-")
+    file = Path(arguments[0]) if has_file else None
+    values = {} if file is None else read_file(file)
+    values = override(values, read_overrides(arguments[1:] if has_file else arguments))
+    for name, value in values.items():
+        option = _option(name)
+        # An option without a value on the command line arrives as True, which only a switch can be.
+        if value is True and not {bool, Any} & {*members(option.hint)}:
+            raise ValueError(f"{name} needs a value: --{name} VALUE. {name}=True is not one of its values.")
+    return file, values
+
+
+def _option(name: str) -> Option:
+    """Raises ValueError, with the name that is likely meant, where there is no such option."""
+    if name in run_options():
+        return run_options()[name]
+    if name == "config":
+        raise ValueError("There is no option 'config': a run file stands alone, colocate train RUN.yaml")
+    meant = _OFTEN_MEANT.get(name)
+    hint = f"; did you mean {meant!r}?" if meant else nearest(name, run_options()) or "."
+    raise ValueError(f"There is no option {shown(name)}{hint}")
+
+
+def read_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options, each read as its option declares (`Option.read`).
+
+    Raises:
+        ValueError: an unknown option, a value that its option does not take, or one that stands for a secret.
     """
     check_complete(values)
-    run_types, option_types = types_of(RunConfig), types_of(GRPOConfig)
-    run, options = {}, {}
-    for name, value in values.items():
-        if name in run_types:
-            run[name] = coerce(name, value, run_types[name])
-        elif name in option_types:
-            options[name] = coerce(name, value, option_types[name], may_be_infinite=name in MAY_BE_INFINITE)
-        else:
-            hint = nearest(name, [*run_types, *option_types])
-            raise ValueError(f"There is no option {shown(name)}{hint or '.'}")
-    return RunConfig(**run), options
+    return {name: _option(name).read(value) for name, value in values.items()}
 
 
-# ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
+def split_options(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+    """The `RunConfig` and the arguments of `GRPOConfig.from_read`, of values that have been read."""
+    own = values.keys() & declared(RunConfig).keys()
+    options = {name: value for name, value in values.items() if name not in own}
+    return RunConfig(**{name: values[name] for name in own}), options
 
-# Where a run is launched from, not what it is.
-_NOT_SAVED = ("resume_from_checkpoint",)
+
+def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+    """`split_options` of what `read_options` makes of the values."""
+    return split_options(read_options(values))
 
 
-def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of the run, as given or by default, so that new defaults cannot change the run later.
+def check_batch(values: Mapping[str, Any], num_ranks: int) -> None:
+    """Refuse numbers of completions that do not hold whole groups, as `GRPOConfig` does.
 
-    A secret is replaced by its name, and a run started from the file asks for the secret
-    (`colocate.options.redaction`). Values that `GRPOConfig` derives (batch sizes, bfloat16) are left as they
-    were given, since they depend on the machine.
+    Args:
+        values: options that have been read.
     """
-    # A user who sets an option that the native engine does not need is told so: a default that is saved here
-    # must not look as if the user had set it.
-    saved = honoured(GRPOConfig) - UNNECESSARY_WITH_LAYOUT.keys()
-    defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in saved}
-    values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)
-    return {
-        name: value.value if isinstance(value, enum.Enum) else redacted(value, name)
-        for name, value in values.items()
-        if name not in _NOT_SAVED
-    }
-
-
-def save_run(path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_yaml(resolved(run, options)), encoding="utf-8")
-
-
-class RunFileWriter(TrainerCallback):
-    """Saves the run's options after its first step: a run that could not start has overwritten nothing."""
-
-    def __init__(self, path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
-        self._saved = (path, run, dict(options))
-        self._is_saved = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero and not self._is_saved:
-            save_run(*self._saved)
-            self._is_saved = True
-
-    @property
-    def dataset_name(self) -> str | None:
-        """The dataset, as the run names it."""
-        return self._saved[1].dataset_name
-
-    @property
-    def resume_command(self) -> str:
-        """The command that goes on with the run."""
-        command = f"colocate train {shlex.quote(short_path(self._saved[0]))} --resume_from_checkpoint auto"
-        if launch := os.environ.get(LAUNCH):
-            return f"{command} {launch}"
-        num_processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return command if num_processes == "1" else f"torchrun --nproc_per_node {num_processes} -m {command}"
+    names = (
+        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+        *("generation_batch_size", "steps_per_generation", "num_generations", "num_generations_eval"),
+        "eval_strategy",
+    )
+    batch = {name: values.get(name, run_options()[name].default) for name in names}
+    derive_batch_sizes(SimpleNamespace(world_size=num_ranks, **batch))

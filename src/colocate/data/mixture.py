@@ -13,8 +13,9 @@ import datasets
 from colocate.data.loading import load_prompts
 from colocate.data.order import SOURCE_COLUMN, check_weights
 from colocate.data.prompt_format import PromptFormat
-from colocate.options.requirements import AT_LEAST_ONE, check_range, ranges_of
-from colocate.options.values import coerce, nearest, shown, types_of
+from colocate.options.declared import declared
+from colocate.options.requirements import AT_LEAST_ONE
+from colocate.options.values import nearest, shown
 
 AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
@@ -50,8 +51,6 @@ class DatasetEntry:
     """Further arguments of `load_prompts`."""
 
     def __post_init__(self) -> None:
-        for option, requirement in ranges_of(DatasetEntry).items():
-            check_range(f"datasets: {option}", getattr(self, option), requirement)
         own = {"config", "split", "name"} & self.options.keys()
         if own:
             raise ValueError(f"options={shown(self.options)} has {shown(sorted(own))}: set it beside `name`.")
@@ -113,21 +112,21 @@ def read_entries(
 def _read_entry(option: str, given: Any, defaults: Mapping[str, Any]) -> DatasetEntry:
     if not isinstance(given, Mapping):
         raise ValueError(f"{option} has {shown(given)}, which is no mapping; write `- name: DATASET`.")
-    types = types_of(DatasetEntry)
+    known = declared(DatasetEntry)
     for key in given:
-        if key not in types:
+        if key not in known:
             instead = _TRL_NAMES.get(str(key))
             hint = (
                 f"; write {instead}"
                 if instead
-                else nearest(str(key), types) or f"; it may have {', '.join(types)}"
+                else nearest(str(key), known) or f"; it may have {', '.join(known)}"
             )
             raise ValueError(f"{option} has {shown(dict(given))}, where {shown(key)} is no key{hint}.")
     if not given.get("name"):
         raise ValueError(
             f"{option} has {shown(dict(given))}, which has no name: add the dataset's name or path."
         )
-    own = {key: coerce(f"{option}: {key}", value, types[key]) for key, value in given.items()}
+    own = {key: known[key].read(value, f"{option}: {key}") for key, value in given.items()}
     # An entry that says what its prompts are made of does not want the run's other way, too.
     ways = {"prompt_column", "prompt_template"}
     dropped = ways if ways & own.keys() else set()

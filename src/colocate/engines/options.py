@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from colocate.engines.registry import ENGINE_CHOICES
+from colocate.engines.registry import ENGINE_CHOICES, OLDER_NAMES
 from colocate.options.requirements import (
     AT_LEAST_ONE,
     FEW,
@@ -27,7 +27,7 @@ class EngineOptions:
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
-    engine: Annotated[str, OneOf(names=ENGINE_CHOICES)] = "auto"
+    engine: Annotated[str, OneOf(ENGINE_CHOICES, older=OLDER_NAMES)] = "auto"
     """The engine that generates the completions. "native": decodes with the trainer's own parameters
     (supported natively: Llama, Mistral, Ministral, Qwen2, Qwen3, Phi-3, Seed-OSS, CWM). "vllm": vLLM in the
     trainer's process. "rollout_server": a server on other GPUs or machines, of the native engine or of vLLM

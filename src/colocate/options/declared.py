@@ -1,276 +1,157 @@
-"""The options that the classes of a run declare, read from the text of their sources.
+"""The options that records declare: dataclasses whose fields have a type, conditions, a default and a text.
 
-Importing these classes would load torch, which takes seconds. Read as text, `colocate train --help` can list
-the options, and a misspelt name or a wrong value is refused, in a few tenths of a second.
+A value is read in one way, by `Option.read`, whether it comes from Python, a run file or a command line.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib
-import importlib.util
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
-from colocate.options.values import nearest, shown
-
-FIRST_HEADING = {"RunConfig": "What to train on what"}
-_HEADING = re.compile(r" *# ── (.+?) ─+$")
-_PACKAGE = Path(__file__).parents[1]
-_DEFINED_IN = {"transformers": "transformers.training_args"}
-"""The module that defines what a package imports from it and hands on."""
-_LIGHT = (
-    *("typing", "colocate.options.requirements", "colocate.engines.registry"),
-    "colocate.engines.plugged_in",
+from colocate.options.requirements import (
+    MAY_BE_INFINITE,
+    Mark,
+    OneOf,
+    Requirement,
+    check_choice,
+    check_range,
 )
-"""Modules that declarations use and that are imported, since that takes no time."""
-_ROOTS = {"RunConfig": _PACKAGE / "config/run_config.py", "GRPOConfig": _PACKAGE / "config/grpo_config.py"}
+from colocate.options.values import coerce, members
+
+_HEADING = re.compile(r" *# ── (.+?) ─+$")
 
 
 class Option(NamedTuple):
-    """A field of a class that declares options; `default` and `annotation` are its source text."""
+    """An option: a field of a record."""
 
     name: str
-    default: str
-    text: str
-    heading: str
-    annotation: str
+    hint: Any
+    """The type that values are read as."""
+    default: Any
+    conditions: tuple[Any, ...] = ()
+    """The requirement of a number, the names to choose from, and marks."""
 
+    def read(self, value: Any, label: str = "") -> Any:
+        """The value as the option's type.
 
-@functools.cache
-def classes() -> dict[str, Path]:
-    """The file of each class of this package that declares options of a run, a class before its bases."""
-    found: dict[str, Path] = {}
-
-    def add(class_name: str, file: Path) -> None:
-        found.pop(class_name, None)
-        found[class_name] = file
-        for base_file, base_name in _bases(_parsed(file), file, class_name):
-            if base_name != "TrainingArguments":
-                add(base_name, base_file)
-
-    for class_name, file in _ROOTS.items():
-        add(class_name, file)
-    return found
-
-
-def options_of(class_name: str) -> Iterator[Option]:
-    """The options that one of `classes()` declares itself, in order, each with the heading above it."""
-    source_lines = classes()[class_name].read_text(encoding="utf-8").splitlines()
-    module = _parsed(classes()[class_name])
-    definition = _definition(module, class_name)
-    heading, last_line = FIRST_HEADING.get(class_name, ""), definition.lineno
-    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
-        for line in source_lines[last_line : node.lineno]:
-            if match := _HEADING.match(line):
-                heading = match[1]
-        last_line = node.lineno
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
-            continue
-        is_documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
-        annotation = ast.unparse(node.annotation)
-        if table := re.search(r"OneOf\((\w+)\)", annotation):
-            text = f"{text} One of {', '.join(map(str, _Names(module)[table[1]]))}."
-        yield Option(ast.unparse(node.target), _default(node.value), text, heading, annotation)
-
-
-class _Names(dict[str, Any]):
-    """The names of a module, each evaluated from the module's source when it is asked for.
-
-    A name that stands for a dictionary has the dictionary's keys. Names that are neither assigned in a module
-    of this package nor imported from one of `_LIGHT` are not there.
-    """
-
-    def __init__(self, module: ast.Module) -> None:
-        super().__init__()
-        self._body = module.body
-
-    def __missing__(self, name: str) -> Any:
-        for node in self._body:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return _imported(node.module, alias.name)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if [ast.unparse(target) for target in targets] == [name]:
-                    return self.evaluated(node.value)
-        raise KeyError(name)
-
-    def evaluated(self, expression: ast.expr) -> Any:
-        """The value of an expression of the module.
+        Args:
+            value: a value of any type; a text is read as on a command line.
+            label: the option's name in messages. "": `name`.
 
         Raises:
-            NameError: it has a name that is not there.
+            ValueError: it is of no such type, out of the option's range, or none of its choices.
         """
-        if isinstance(expression, ast.Dict):
-            keys = [key for key in expression.keys if key is not None]
-            expression = ast.copy_location(ast.Tuple(keys, ast.Load()), expression)
-        return eval(compile(ast.Expression(expression), "<an option's declaration>", "eval"), {}, self)
-
-
-def _imported(module: str, name: str) -> Any:
-    if module in _LIGHT:
-        return getattr(importlib.import_module(module), name)
-    if not module.startswith("colocate."):
-        raise KeyError(name)
-    return _Names(_parsed(_file_of(module)))[name]
-
-
-_OFTEN_MEANT = {
-    "model": "model_name_or_path",
-    "model_name": "model_name_or_path",
-    "dataset": "dataset_name",
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "reward": "reward_funcs",
-    "lora": "use_peft",
-    "output": "output_dir",
-}
-"""Names that other programs have for an option, where those are spelled like another one of ours."""
-
-
-def check_names(values: Mapping[str, object]) -> None:
-    """Refuse a name that no option has, and an option without the value that it needs.
-
-    Raises:
-        ValueError: the message has the nearest name, or says that a value is missing.
-    """
-    types = _types()
-    for name, value in values.items():
-        if name not in types:
-            if name == "config":
-                raise ValueError(
-                    "There is no option 'config': a run file stands alone, colocate train RUN.yaml"
-                )
-            meant = _OFTEN_MEANT.get(name)
-            hint = f"; did you mean {meant!r}?" if meant else nearest(name, types) or "."
-            raise ValueError(f"There is no option {shown(name)}{hint}")
-        # An option without a value on the command line arrives as True, which only a switch can be.
-        if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
-            raise ValueError(f"{name} needs a value: --{name} VALUE. {name}=True is not one of its values.")
-
-
-@functools.cache
-def declared_types() -> dict[str, Any]:
-    """The type of every option, with its requirement if it has one, by name.
-
-    Options whose type is a class of transformers' are left out.
-    """
-    found = {}
-    for name, (annotation, module) in _declarations().items():
+        label, choices = label or self.name, self.condition(OneOf)
         try:
-            found[name] = _Names(module).evaluated(annotation)
-        except (NameError, TypeError):  # TypeError: a class that is named in quotes, in a union
-            continue
-    return found
+            value = coerce(label, value, self.hint, may_be_infinite=MAY_BE_INFINITE in self.conditions)
+        except ValueError:
+            if choices is not None and isinstance(value, (str, int, float, type(None))):
+                check_choice(label, value, choices.names)
+            raise
+        return self.check(value, label)
+
+    def check(self, value: Any, label: str = "") -> Any:
+        """Raise ValueError for a value that is not allowed; returns it, under its present name."""
+        label, choices = label or self.name, self.condition(OneOf)
+        if choices is not None and value is not None and not isinstance(value, bool):
+            value = choices.older.get(value, value)
+            check_choice(label, value, choices.names)
+        if (requirement := self.condition(Requirement)) is not None:
+            check_range(label, value, requirement)
+        return value
+
+    def is_default(self, value: Any) -> bool:
+        """Whether a value is the option's default, which need not be of its type."""
+        return type(value) is type(self.default) and value == self.default
+
+    def condition(self, kind: type) -> Any:
+        """The option's condition of a kind, or None."""
+        return next((one for one in self.conditions if isinstance(one, kind)), None)
 
 
 @functools.cache
-def declared_defaults() -> dict[str, Any]:
-    """The default of every option that is written as a plain value, inherited ones included, by name."""
+def declared(record: type) -> Mapping[str, Option]:
+    """The options that a dataclass declares, those of its base classes included, by name."""
+    hints = typing.get_type_hints(record, include_extras=True)
     found = {}
-    for name, (_, module) in _declarations().items():
-        value = _defaults_of(module).get(name)
-        if isinstance(value, ast.Call):  # dataclasses.field(default=...)
-            value = next((word.value for word in value.keywords if word.arg == "default"), None)
-        with suppress(ValueError, TypeError):
-            found[name] = ast.literal_eval(value)  # type: ignore[arg-type]
+    for field in fields(record):
+        hint = hints[field.name]
+        hint, *conditions = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        found[field.name] = Option(
+            field.name, as_read(field.name, hint), default_of(field), tuple(conditions)
+        )
     return found
 
 
-def _defaults_of(module: ast.Module) -> dict[str, ast.expr]:
-    """The defaults that the classes of a module declare, by the names of fields."""
-    declaring = (*classes(), "TrainingArguments")
-    found = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name in declaring]
-    return {
-        node.target.id: node.value
-        for definition in found
-        for node in definition.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None
-    }
+def as_read(name: str, hint: Any) -> Any:
+    """The type that the option `name`, which a class declares as `hint`, is read as."""
+    # To transformers, a string for a mapping is its JSON; only a `*_config` may also name a file.
+    if name.endswith("_kwargs") and str in members(hint):
+        return Union[tuple(member for member in members(hint) if member is not str)]  # noqa: UP007
+    return hint
 
 
-def option_names() -> frozenset[str]:
-    """The names of all options of a run. Imports nothing slow."""
-    return frozenset(_declarations())
+def default_of(field: Field) -> Any:
+    """The value that a field has where none is given."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _types() -> dict[str, str]:
-    """The annotation of every option, inherited ones included, by name."""
-    return {name: ast.unparse(annotation) for name, (annotation, _) in _declarations().items()}
+def ranges_of(record: type) -> dict[str, Requirement]:
+    """The requirement of each number for which a dataclass or a base class declares one, by name."""
+    return _conditions_of(record, Requirement)
+
+
+def choices_of(record: type) -> dict[str, Collection[Any]]:
+    """The names that an option takes, for each option for which a dataclass or a base class declares them."""
+    return {name: choice.names for name, choice in _conditions_of(record, OneOf).items()}
+
+
+def _conditions_of(record: type, kind: type) -> dict[str, Any]:
+    found = {name: option.condition(kind) for name, option in declared(record).items()}
+    return {name: condition for name, condition in found.items() if condition is not None}
+
+
+def marked(record: type, mark: Mark) -> frozenset[str]:
+    """The options of a dataclass, inherited ones included, that have a mark."""
+    return frozenset(name for name, option in declared(record).items() if mark in option.conditions)
+
+
+# ── Texts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Documentation(NamedTuple):
+    """The words that a class has in its source about one of its fields."""
+
+    heading: str
+    """The nearest heading above the field; "": there is none."""
+    text: str
+    """The text below it, and the names to choose from."""
 
 
 @functools.cache
-def _declarations() -> dict[str, tuple[ast.expr, ast.Module]]:
-    """Each option's annotation, inherited ones included, and the module that it is in."""
-    return {
-        name: declaration
-        for class_name, file in _ROOTS.items()
-        for name, declaration in _fields(file, class_name).items()
-    }
-
-
-def _fields(file: Path, class_name: str) -> dict[str, tuple[ast.expr, ast.Module]]:
-    """The annotations of a class's fields and of those that it inherits."""
-    module = _parsed(file)
-    found: dict[str, tuple[ast.expr, ast.Module]] = {}
-    for base_file, base_name in reversed(_bases(module, file, class_name)):
-        found |= _fields(base_file, base_name)
-    for node in _definition(module, class_name).body:
+def documented(record: type) -> Mapping[str, Documentation]:
+    """The documentation of the fields that a class declares itself, in their order."""
+    if not inspect.get_annotations(record):
+        return {}
+    source = inspect.getsource(record)
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    lines, heading, last = source.splitlines(), "", definition.lineno
+    found = {}
+    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        for match in filter(None, map(_HEADING.match, lines[last : node.lineno])):
+            heading = match[1]
+        last = node.lineno
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = (node.annotation, module)
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            text = str(following.value.value) if is_text else ""  # type: ignore[union-attr]
+            if (choices := declared(record)[node.target.id].condition(OneOf)) is not None:
+                text += f" One of {', '.join(map(str, choices.names))}."
+            found[node.target.id] = Documentation(heading, " ".join(text.split()))
     return found
-
-
-def _bases(module: ast.Module, file: Path, class_name: str) -> list[tuple[Path, str]]:
-    """The file of each base class, and its name there."""
-    sources = {
-        alias.asname or alias.name: (node.module, alias.name)
-        for node in module.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-    found = []
-    for base in _definition(module, class_name).bases:
-        if isinstance(base, ast.Name):
-            imported_from, name = sources.get(base.id, (None, base.id))
-            if imported_from in _LIGHT:  # a class that is made as it is imported
-                made = getattr(importlib.import_module(imported_from), name)
-                found += [(Path(inspect.getfile(each)), each.__name__) for each in made.__bases__]
-                continue
-            found.append((_file_of(imported_from) if imported_from else file, name))
-    return found
-
-
-@functools.cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _file_of(module: str) -> Path:
-    """The source file of a module, found without importing the module."""
-    package, *inner = _DEFINED_IN.get(module, module).split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"{package} is not installed: pip install {package}")
-    return Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
-
-
-def _definition(module: ast.Module, class_name: str) -> ast.ClassDef:
-    return next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
-
-
-def _default(value: ast.expr) -> str:
-    """The default as it is written on a command line; "None" for one that a call makes (an empty list)."""
-    if isinstance(value, ast.Call):
-        return "None"
-    return str(ast.literal_eval(value))

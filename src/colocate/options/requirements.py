@@ -10,11 +10,9 @@ out.
 from __future__ import annotations
 
 import difflib
-import functools
-import typing
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from colocate.options.distributions import how_to_install
 from colocate.options.values import shown
@@ -50,15 +48,14 @@ INTERVAL = Requirement(
     lambda v: 0 < v < 1 or (v >= 1 and v == int(v)),
 )
 
-UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
-"""The objective's options that may be infinite, which then bound nothing; its other numbers are finite."""
-
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
     """The values that an option takes, names or numbers, in the order in which an error lists them."""
 
     names: Collection[Any]
+    older: Mapping[Any, Any] = field(default_factory=dict)
+    """Older names, and those here that they stand for."""
 
 
 class Elsewhere(NamedTuple):
@@ -72,41 +69,11 @@ class Mark:
     """A property of an option besides its type; two marks are equal only if they are the same."""
 
 
+MAY_BE_INFINITE = Mark()
+"""Marks an upper bound: infinity means "no bound". All other numbers are finite."""
 IN_COMPLETIONS = Mark()
 """Marks an option with which completions are drawn, scored and weighed: those that were made before it was
 changed are not what the run would make now."""
-
-
-@functools.cache
-def ranges_of(record: type) -> dict[str, Requirement]:
-    """The requirement of each number for which a dataclass or one of its base classes declares one, by
-    name."""
-    return _declared(record, Requirement)
-
-
-@functools.cache
-def choices_of(record: type) -> dict[str, Collection[Any]]:
-    """The names that an option takes, for each option for which a dataclass or a base class declares them."""
-    return {name: choice.names for name, choice in _declared(record, OneOf).items()}
-
-
-@functools.cache
-def marked(record: type, mark: Mark) -> frozenset[str]:
-    """The options of a dataclass, inherited ones included, that have a mark."""
-    annotated = _annotated(record)
-    return frozenset(name for name, hint in annotated.items() if mark in hint.__metadata__)
-
-
-def _annotated(record: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(record, include_extras=True)
-    return {name: hint for name, hint in hints.items() if typing.get_origin(hint) is Annotated}
-
-
-def _declared(record: type, kind: type) -> dict[str, Any]:
-    annotated = _annotated(record)
-    return {
-        name: item for name, hint in annotated.items() for item in hint.__metadata__ if isinstance(item, kind)
-    }
 
 
 def check_range(name: str, value: Any, requirement: Requirement) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.options.declared import check_names
-from colocate.options.names import override
 from colocate.options.values import nearest, shown
 from colocate.options.yaml_text import read_yaml
 
@@ -16,23 +14,6 @@ LAUNCH = "COLOCATE_LAUNCH"
 """The variable by which a launcher of ours tells ranks the options that started them."""
 REPLICAS = "COLOCATE_REPLICAS"
 """The variable by which it tells them the addresses of the servers that it has started for them."""
-
-
-def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
-    """The run file that `[RUN.yaml] [--option value ...]` names, and the options of file and command line
-    together.
-
-    Imports nothing slow.
-
-    Raises:
-        ValueError: there is no such file or option, or an option lacks its value.
-    """
-    has_file = bool(arguments) and not arguments[0].startswith("-")
-    file = Path(arguments[0]) if has_file else None
-    values = {} if file is None else read_file(file)
-    values = override(values, read_overrides(arguments[1:] if has_file else arguments))
-    check_names(values)
-    return file, values
 
 
 def read_file(path: Path) -> dict[str, Any]:

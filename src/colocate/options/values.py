@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import difflib
 import enum
-import functools
 import math
 import numbers
 import os
 import reprlib
 import types
-import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -98,22 +95,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 # ── Read ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def types_of(record: type) -> dict[str, Any]:
-    """The declared type of each field of a dataclass."""
-    hints = typing.get_type_hints(record)
-    return {field.name: as_read(field.name, hints[field.name]) for field in fields(record)}
-
-
-def as_read(name: str, hint: Any) -> Any:
-    """The type that the option `name`, which a class declares as `hint`, is read as."""
-    # To transformers, a string for a mapping is its JSON; only a `*_config` may also name a file.
-    members = _members(hint)
-    if name.endswith("_kwargs") and str in members:
-        return Union[tuple(member for member in members if member is not str)]  # noqa: UP007
-    return hint
-
-
 def coerce(name: str, value: Any, hint: Any, *, may_be_infinite: bool = False) -> Any:
     """Turn a value from Python, YAML or the command line into the type `hint`; with a union, into its first
     member that takes the value.
@@ -135,10 +116,10 @@ def coerce(name: str, value: Any, hint: Any, *, may_be_infinite: bool = False) -
 
 
 def _coerce(value: Any, hint: Any, may_be_infinite: bool) -> Any:
-    members = _members(hint)
+    kinds = members(hint)
     reason = None
     # A word is a string only when it can be nothing narrower: `--scale_rewards false`, `--top_k 5`.
-    for member in sorted(members, key=_width):
+    for member in sorted(kinds, key=_width):
         try:
             return _coerce_member(value, member, may_be_infinite)
         except _UnfitError as error:
@@ -151,10 +132,11 @@ def _coerce(value: Any, hint: Any, may_be_infinite: bool) -> Any:
                 raise  # what looks like a list is not to become the text that it is
         except (TypeError, ValueError):
             continue
-    raise reason or _UnfitError(f"is not {' or '.join(_type_name(member) for member in members)}")
+    raise reason or _UnfitError(f"is not {' or '.join(map(_type_name, kinds))}")
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types that a union is of, or the one type that there is."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 

@@ -44,7 +44,7 @@ def plan_run(
     """Print the plan of a run, from the model's config.json and the run's options alone.
 
     Args:
-        options: `GRPOConfig`'s arguments.
+        options: the arguments of `GRPOConfig.from_read`.
         device_name, device_memory_gib: the GPU to plan for, by its name or its memory; if neither is given,
             the GPU of this machine.
         num_gpus: how many of them train together, in all nodes.
@@ -96,10 +96,10 @@ def _config(options: dict[str, Any], num_ranks: int, *, is_elsewhere: bool) -> G
     if num_ranks > 1:
         kind = type(GRPOConfig.__name__, (GRPOConfig,), {"world_size": property(lambda _: num_ranks)})
     if not is_elsewhere:
-        return kind(**options)
+        return kind.from_read(options)
     # transformers refuses bf16=True where there is no GPU, and None would mean False.
     bf16 = options.get("bf16")
-    config = kind(**{name: value for name, value in options.items() if name != "bf16"})
+    config = kind.from_read({name: value for name, value in options.items() if name != "bf16"})
     config.bf16 = not config.use_cpu if bf16 is None else bf16
     return config
 

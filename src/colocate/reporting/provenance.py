@@ -59,7 +59,7 @@ def changed_options(options: Any) -> dict[str, Any]:
     """The fields of a dataclass instance whose values are not their defaults, in their order.
 
     A value that was derived from other options (`generation_batch_size`) is among them; an object that
-    transformers makes of an option (`accelerator_config`) is not, nor is a second name (`option_names`).
+    transformers makes of an option (`accelerator_config`) is not, nor is a second name (`options.names`).
     """
     changed = {}
     for field in dataclasses.fields(options):

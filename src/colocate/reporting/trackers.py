@@ -26,16 +26,16 @@ _HINTS = {
 }
 
 
-def check_installed(report_to: object) -> None:
+def check_installed(report_to: str | Iterable[str] | None) -> None:
     """Refuse a tracker whose package is missing.
 
     Args:
-        report_to: the name of a tracker, several of them in a list or a text "[a, b]", or None. Names that
-            transformers does not know are not checked here.
+        report_to: the name of a tracker, several of them in a list or with commas between them, or None.
+            Names that transformers does not know are not checked here.
     """
-    names = report_to.strip("[] ").split(",") if isinstance(report_to, str) else report_to
-    for name in names if isinstance(names, Iterable) else ():
-        name = str(name).strip(" '\"")
+    texts = [report_to] if isinstance(report_to, str) else report_to or ()
+    for name in ",".join(texts).split(","):
+        name = name.strip(" []'\"")
         packages = _PACKAGES.get(name, ())
         if packages and not any(_is_installed(package) for package in packages):
             hint = _HINTS.get(name, f"pip install {packages[0]}")

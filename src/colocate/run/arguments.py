@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from colocate.config.grpo_config import GRPOConfig
-from colocate.options.requirements import IN_COMPLETIONS, marked
+from colocate.options.declared import marked
+from colocate.options.requirements import IN_COMPLETIONS
 from colocate.options.values import shown
 from colocate.reporting.trackers import check_installed
 from colocate.weights.layouts import causal_lm

@@ -16,8 +16,9 @@ from colocate.checkpoints import changes, disk_space, model_card, sealed, shards
 from colocate.config.grpo_config import GRPOConfig
 from colocate.data.loading import READERS
 from colocate.experience import ranks
+from colocate.options.declared import marked
 from colocate.options.redaction import redacted
-from colocate.options.requirements import IN_COMPLETIONS, marked
+from colocate.options.requirements import IN_COMPLETIONS
 from colocate.parallel.watch import watched
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.weight_export import save_parts

@@ -16,7 +16,9 @@ from typing import Any
 
 from transformers.hf_argparser import HfArgumentParser
 
-from colocate.options.declared import classes, options_of
+from colocate.config.grpo_options import GRPOOptions
+from colocate.config.run_config import RunConfig
+from colocate.options.declared import documented
 from colocate.options.run_file import read_file
 from colocate.options.values import nearest, shown
 from colocate.options.yaml_text import read_yaml
@@ -168,11 +170,12 @@ def _set_environment(variables: Any, path: Path | None) -> None:
 
 
 def _declared_help(dtype: Any) -> dict[str, str]:
-    """The help of each option that a class or one of its base classes declares in colocate's sources."""
-    names = [name for name in classes() if name in {base.__name__ for base in dtype.__mro__}]
-    texts = {option.name: option.text for name in reversed(names) for option in options_of(name)}
+    """The help of each option of a run that a class or one of its base classes declares."""
+    records = {*GRPOOptions.__mro__, RunConfig} - {object}
+    bases = [base for base in reversed(dtype.__mro__) if base in records]
+    texts = {name: words.text for base in bases for name, words in documented(base).items()}
     # `argparse` fills in what follows a percent sign.
-    return {name: " ".join(text.split()).replace("%", "%%") for name, text in texts.items() if text}
+    return {name: text.replace("%", "%%") for name, text in texts.items() if text}
 
 
 def _inherited_help(dtype: Any) -> dict[str, str]:
