@@ -78,10 +78,12 @@ def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> l
     [
         lambda: make_model("qwen3"),
         lambda: make_model("mistral-window"),
+        lambda: adapted(make_model("granite"), o_proj=3, down_proj=5),
+        lambda: make_model("smollm3"),
         lambda: adapted(make_model("qwen2"), q_proj=3, v_proj=20, o_proj=8, up_proj=2, down_proj=5),
         lambda: adapted(make_model("qwen3"), q_proj=3, k_proj=3, v_proj=3, gate_proj=5, up_proj=17),
     ],
-    ids=["qwen3", "mistral-window", "adapters", "adapters of gate and up"],
+    ids=["qwen3", "mistral-window", "granite", "smollm3", "adapters", "adapters of gate and up"],
 )
 def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)

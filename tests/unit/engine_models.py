@@ -56,6 +56,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
     "cwm": {"head_dim": 12, "sliding_window": 5, "eos_token_id": 2},
+    "granite": dict(
+        embedding_multiplier=1.7, attention_multiplier=0.3, residual_multiplier=0.45, logits_scaling=1.6
+    ),
+    "smollm3": {"head_dim": 12, "no_rope_layer_interval": 2, "pad_token_id": 0},
     "ministral": {"head_dim": 12, "sliding_window": 7},
     "seed_oss": dict(head_dim=12, attention_out_bias=True, attention_dropout=0.0, residual_dropout=0.0),
 }
@@ -73,6 +77,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", _rope(**_LLAMA3)),
     "mistral-window": ("mistral", {"sliding_window": 4}),
     "mistral-head-dim": ("mistral", {"head_dim": 12}),
+    "granite-biases": (
+        "granite",
+        {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3, "tie_word_embeddings": True},
+    ),
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "qwen2-window": (
         "qwen2",

@@ -146,7 +146,7 @@ def test_every_list_of_families_names_those_that_have_a_layout():
         f"{name.replace('-', '')}ForCausalLM".lower() for name in FAMILIES
     }
     names = "|".join(map(re.escape, FAMILIES))
-    root, family = Path(__file__).parents[2], rf"(?:(?:{names})(?:\.5| 2 and 3| \(2410\))?)"
+    root, family = Path(__file__).parents[2], rf"(?:(?:{names})(?:\.5| 3| 2 and 3| \(2410\))?)"
     listed = re.compile(rf"{family}(?:(?:,| and| or)\s+{family}){{2,}}")
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "src").rglob("*.py")]
     found = [(page.name, text) for page in pages for text in listed.findall(page.read_text(encoding="utf-8"))]

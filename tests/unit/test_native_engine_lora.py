@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_models import (
+    FAMILIES,
     addresses_of,
     assert_logprobs_are_the_models,
     assert_refused,
@@ -65,9 +66,12 @@ def test_adapters_are_read_in_place(options):
         assert completions != expected(model), "the adapter must matter"
 
 
-def test_adapters_of_packed_matrices_are_read_in_place():
-    model = lora("phi3", target_modules="all-linear")
-    assert any("qkv_proj.lora_A" in name for name, _ in model.named_parameters())
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen2"])
+@pytest.mark.share(2)
+def test_adapters_of_every_family_are_read_in_place(name):
+    model = lora(name, target_modules="all-linear", lora_bias=name != "phi3")
+    is_packed = any("qkv_proj.lora_A" in parameter for parameter, _ in model.named_parameters())
+    assert is_packed == (name == "phi3")
     assert greedy(NativeEngine(model, max_num_seqs=4, page_size=4)) == expected(model)
 
 

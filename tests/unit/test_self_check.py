@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from colocate.policy.checks.self_check import check_stack, small_model_of
 from colocate.policy.model.training_mode import disable_dropout
-from colocate.policy.stack.stack import DecoderStack
+from colocate.policy.stack.stack import DecoderStack, runs_packed
 from colocate.weights.layouts import WeightPart, causal_lm, layout_for
 from colocate.weights.weight_parts import split_weights
 
@@ -141,6 +141,14 @@ def test_dropout_that_the_stack_does_not_apply_is_refused_unless_it_is_off(name,
     check_stack(model)
 
 
+def test_a_model_whose_attention_dropout_is_off_runs_packed():
+    model = make_model("seed_oss", attention_dropout=0.1, residual_dropout=0.1)
+    assert not runs_packed(model)
+    disable_dropout(model)
+    assert runs_packed(model)
+    check_stack(model)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_padding_row_with_a_gradient_is_refused(monkeypatch, dtype):
     model = make_model("qwen3", pad_token_id=3).to(dtype)
@@ -205,10 +213,38 @@ def test_a_small_model_of_every_layout_passes_and_has_each_kind_of_layer(name):
     model = make_model(name, num_hidden_layers=5, pad_token_id=96)
     small = small_model_of(model)
     check_stack(small)
-    windows = [layer.sliding_window for layer in layout_for(model).layers]
-    assert [layer.sliding_window for layer in layout_for(small).layers] == [
-        window for window in dict.fromkeys(windows) for _ in range(2)
-    ]
+    kinds, of_small = (
+        [(layer.sliding_window, layer.rotates) for layer in layout_for(m).layers] for m in (model, small)
+    )
+    assert of_small == [kind for kind in dict.fromkeys(kinds) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("scaling", "layer 0's output"),
+        ("embedding_multiplier", "layer 0's output"),
+        ("residual_multiplier", "layer 0's output"),
+        ("logits_multiplier", "the logits"),
+    ],
+)
+def test_a_multiplier_that_is_left_out_is_refused(name, where, dtype):
+    model = make_model("granite").to(dtype)
+    check_stack(model)
+    object.__setattr__(layout_for(model), name, 1.0)
+    with pytest.raises(ValueError, match=where):
+        check_stack(model)
+
+
+def test_layers_without_rotation_that_are_rotated_are_refused():
+    model = make_model("smollm3")
+    check_stack(model)
+    layout = layout_for(model)
+    assert [layer.rotates for layer in layout.layers] == [True, False]
+    object.__setattr__(layout.layers[1], "rotates", True)
+    with pytest.raises(ValueError, match="layer 1's output"):
+        check_stack(model)
 
 
 def test_a_part_of_a_changed_model_is_refused(monkeypatch):

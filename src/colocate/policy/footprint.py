@@ -170,7 +170,7 @@ def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list
     microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
     num_packed, b = microbatch.num_tokens, workload.parameter_dtype.itemsize
     tokens = workload.num_step_sequences * workload.max_sequence_length
-    per_token = _PACK_BYTES + 2 * b * shapes.head_size
+    per_token = _PACK_BYTES + shapes.num_rotary_tables * 2 * b * shapes.head_size
     how = f"{num_packed:,} tokens × {per_token} B: ids, positions, rotary angles"
     # A split optimizer's state comes back when activations and whole gradients are gone.
     back: Moment | None = "step" if workload.sharding.is_split else None

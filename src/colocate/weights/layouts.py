@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     CwmForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MinistralForCausalLM,
     MistralForCausalLM,
@@ -27,8 +28,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     SeedOssForCausalLM,
+    SmolLM3ForCausalLM,
 )
 from transformers.models.cwm.modeling_cwm import CwmAttention, CwmMLP
+from transformers.models.granite.modeling_granite import GraniteAttention, GraniteMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.ministral.modeling_ministral import MinistralAttention, MinistralMLP
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
@@ -36,6 +39,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention, SeedOssMLP
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention, SmolLM3MLP
 
 from colocate.weights.adapters import (
     adapter_state,
@@ -53,12 +57,18 @@ ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = 
     Qwen2ForCausalLM: (Qwen2Attention, Qwen2MLP),
     Qwen3ForCausalLM: (Qwen3Attention, Qwen3MLP),
     CwmForCausalLM: (CwmAttention, CwmMLP),
+    GraniteForCausalLM: (GraniteAttention, GraniteMLP),
     MinistralForCausalLM: (MinistralAttention, MinistralMLP),
     SeedOssForCausalLM: (SeedOssAttention, SeedOssMLP),
+    SmolLM3ForCausalLM: (SmolLM3Attention, SmolLM3MLP),
 }
 """Causal language model -> the attention and MLP classes whose forward the native engine reproduces."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+RotaryTables = dict[bool, tuple[Tensor, Tensor]]
+"""Cosines and sines by whether a layer rotates; tables of an angle of 0 are there if some layer does not."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class LayerLayout:
     activation: Callable[[Tensor], Tensor]
     sliding_window: int | None
     """A query at position i sees the keys in (i - sliding_window, i]; None: all up to i."""
+    rotates: bool
+    """Whether queries and keys are rotated by their positions (SmolLM3 has layers that do not)."""
 
     def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
         """The projections in the order of a forward pass, those together that read the same input."""
@@ -116,7 +128,13 @@ class Layout:
     vocab_size: int
     rms_norm_eps: float
     scaling: float
-    """Factor on the attention scores, 1 / sqrt(head_dim)."""
+    """Factor on the attention scores: 1 / sqrt(head_dim), or Granite's `attention_multiplier`."""
+    embedding_multiplier: float
+    """Factor on the embeddings; 1 but for Granite, as are the next two."""
+    residual_multiplier: float
+    """Factor on what attention and the MLP add to their input."""
+    logits_multiplier: float
+    """Factor on the logits, 1 / `logits_scaling`."""
     max_position: int
     """Longest context whose rotary frequencies do not depend on the length of the sequence, in tokens."""
     max_position_reason: str
@@ -164,17 +182,24 @@ class Layout:
         projections = (module for layer in self.layers for g in layer.projection_groups() for module in g)
         return [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
 
-    def rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions 0 .. num_positions - 1, each [num_positions, D] in the model's
-        dtype.
+    def rotary_tables(self, num_positions: int) -> RotaryTables:
+        """The tables of positions 0 .. num_positions - 1, each [num_positions, D] in the model's dtype.
 
         They come from the model's own rotary module, so every scaling is the trainer's, bit for bit. A copy
         is called because `dynamic` and `longrope` modules change their buffers in forward.
         """
-        rotary = copy.deepcopy(self.rotary_emb)
-        positions = torch.arange(num_positions, device=self.device)[None]
-        cos, sin = rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions)
-        return cos[0], sin[0]
+        positions = torch.arange(num_positions, device=self.device)
+        return self.rotary_tables_at(positions, self.dtype, copy.deepcopy(self.rotary_emb))
+
+    def rotary_tables_at(
+        self, positions: Tensor, dtype: torch.dtype, rotary_emb: nn.Module | None = None
+    ) -> RotaryTables:
+        """The tables of `positions` [T], each [T, D]; `rotary_emb` is a copy of the model's own module."""
+        cos, sin = (rotary_emb or self.rotary_emb)(positions.new_empty(0, dtype=dtype), positions[None])
+        tables = {True: (cos[0], sin[0])}
+        if not all(layer.rotates for layer in self.layers):
+            tables[False] = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
+        return tables
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -300,6 +325,9 @@ def _resolved(base: Any) -> Layout:
         vocab_size=base.lm_head.weight.shape[0] * part.count,
         rms_norm_eps=config.rms_norm_eps,
         scaling=attention.scaling,
+        embedding_multiplier=float(getattr(base.model, "embedding_multiplier", 1.0)),
+        residual_multiplier=float(getattr(base.model.layers[0], "residual_multiplier", 1.0)),
+        logits_multiplier=1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         max_position=longest.num_tokens or config.max_position_embeddings,
         max_position_reason=longest.reason,
         base=weakref.ref(base),
@@ -310,8 +338,8 @@ def _resolved(base: Any) -> Layout:
 
 def _layer_layout(layer: Any, config: Any) -> LayerLayout:
     attention, mlp = layer.self_attn, layer.mlp
-    # Qwen, CWM and Ministral choose a window per layer and keep it on the module; Mistral and Phi-3 have one
-    # for all layers; Llama and Seed-OSS have none.
+    # Most families keep a layer's window on the module, or have none; Mistral and Phi-3 have one for all
+    # layers.
     window = getattr(attention, "sliding_window", None)
     if isinstance(attention, (MistralAttention, Phi3Attention)):
         window = config.sliding_window
@@ -327,6 +355,7 @@ def _layer_layout(layer: Any, config: Any) -> LayerLayout:
         k_norm=getattr(attention, "k_norm", None),
         activation=mlp.activation_fn if is_packed else mlp.act_fn,
         sliding_window=window,
+        rotates=bool(getattr(attention, "use_rope", True)),
     )
 
 

@@ -77,6 +77,8 @@ class ModelShapes:
     """How the projections are stored; None: in the model's type."""
     has_joint_qkv: bool = False
     """Whether the weights of queries, keys and values are one matrix (Phi-3)."""
+    num_rotary_tables: int = 1
+    """Tables of cosines and sines: two if some layers do not rotate."""
     num_split_stacked: int = 0
     """How many of `num_stacked` belong to o and down, so that they are split with the weights."""
 
@@ -124,6 +126,7 @@ class ModelShapes:
             num_stacked=_num_stacked(_projections(layout)),
             four_bit=four_bit,
             has_joint_qkv=len(first.qkv) == 1,
+            num_rotary_tables=1 if all(layer.rotates for layer in layout.layers) else 2,
             num_split_stacked=_num_stacked(partial),
         )
         return shapes if lora is None else shapes.with_lora(lora)

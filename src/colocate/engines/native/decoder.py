@@ -78,7 +78,7 @@ class Decoder:
         self.max_num_seqs = max_num_seqs
         self.max_len = max_len
         self._dtype = layout.dtype
-        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len), in_8bit)
+        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_tables(max_len), in_8bit)
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         """Graphs by (rows, whether prefixes are shared, whether drawing the tokens is captured, too)."""
@@ -103,8 +103,8 @@ class Decoder:
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up again, and forget the graphs if a weight has moved."""
-        table = self.runner.rotary_table
-        runner = ModelRunner(layout, self.weights, self.cache, self.backend, table, self.in_8bit)
+        tables = self.runner.rotary_tables
+        runner = ModelRunner(layout, self.weights, self.cache, self.backend, tables, self.in_8bit)
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity

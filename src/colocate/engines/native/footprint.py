@@ -27,7 +27,7 @@ def engine_rows(shapes: ModelShapes, workload: Workload) -> list[MemoryRow]:
         how = f"A once more, for rollouts: {shapes.num_stacked:,} × {b} B"
         rows.append(MemoryRow("adapters below weights", "resident", shapes.num_stacked * b, how))
     longest = 1 << (workload.max_sequence_length - 1).bit_length()
-    rotary = 2 * longest * shapes.head_size * b
+    rotary = shapes.num_rotary_tables * 2 * longest * shapes.head_size * b
     tables = 4 * workload.decode_rows * -(-longest // workload.page_size)
     graphs = workload.decode_rows * prefill_bytes_per_token(shapes, b)
     how = f"tables for {longest:,} positions, graphs of {workload.decode_rows} rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.kernels.definitions import Rotation
 from colocate.weights.adapters import ScaledRows
-from colocate.weights.layouts import LayerLayout, Layout, WeightPart
+from colocate.weights.layouts import LayerLayout, Layout, RotaryTables, WeightPart
 
 CONTEXT_PER_QUERY = 4
 """Tokens that a prefill's queries see at most for each of `max_prefill_tokens`, unless it reads one sequence.
@@ -45,6 +46,7 @@ class LayerWeights:
         self.k_norm = None if layer.k_norm is None else _weight(layer.k_norm)
         self.activation = layer.activation
         self.sliding_window = layer.sliding_window
+        self.rotates = layer.rotates
 
     def identity(self) -> Iterator[object]:
         """The addresses and shapes that a captured graph of this layer depends on."""
@@ -61,7 +63,7 @@ class ModelRunner:
     needed, whose `identity` differs from the old one's.
 
     Args:
-        rotary_table: cos and sin of the rotary angles, each [positions, D].
+        rotary_tables: cos and sin of the rotary angles, each [positions, D].
         in_8bit: the weights for products in 8 bits; it may have none.
     """
 
@@ -71,7 +73,7 @@ class ModelRunner:
         weights: RolloutWeights,
         cache: KVCache,
         backend: TorchBackend,
-        rotary_table: tuple[Tensor, Tensor],
+        rotary_tables: RotaryTables,
         in_8bit: EightBitWeights,
     ) -> None:
         self.layout = layout
@@ -79,7 +81,7 @@ class ModelRunner:
         self.backend = backend
         self._layers = [LayerWeights(weights, in_8bit, layer, layout.part) for layer in layout.layers]
         self._norm = _weight(layout.norm)
-        self.rotary_table = rotary_table
+        self.rotary_tables = rotary_tables
 
     def identity(self) -> tuple[object, ...]:
         """Equal for two runners if a graph captured with one serves the other."""
@@ -87,7 +89,7 @@ class ModelRunner:
             self.layout.embed_tokens.weight,
             self.layout.lm_head.weight,
             self._norm,
-            self.rotary_table[0],
+            *(cos for cos, _ in self.rotary_tables.values()),
             self.cache.scratch,
         )
         layers = (part for layer in self._layers for part in layer.identity())
@@ -168,7 +170,8 @@ class ModelRunner:
             The last layer's output, [T, hidden] or unfinished, and the residual to add it to, [T, hidden].
         """
         parallel = self.backend.parallel
-        x: Tensor | ScaledRows = parallel.embed(token_ids, self.layout.embed_tokens.weight)
+        embedded = parallel.embed(token_ids, self.layout.embed_tokens.weight)
+        x: Tensor | ScaledRows = multiplied(embedded, self.layout.embedding_multiplier)
         residual: Tensor | None = None
         for index in range(len(self._layers)):
             for block in (
@@ -195,9 +198,10 @@ class ModelRunner:
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
         x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, factor=layer.qkv.input_factor)
         qkv = layer.qkv(backend, x, in_parts=in_parts).unflatten(-1, (-1, self.layout.head_dim))
-        rotation = Rotation(*self.rotary_table, layer.q_norm, layer.k_norm, eps)
+        rotation = Rotation(*self.rotary_tables[layer.rotates], layer.q_norm, layer.k_norm, eps)
         attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
-        return layer.o.for_norm(backend, attended.flatten(1), in_parts=in_parts), residual
+        output = layer.o.for_norm(backend, attended.flatten(1), in_parts=in_parts)
+        return multiplied(output, self.layout.residual_multiplier), residual
 
     def _mlp(
         self, index: int, in_parts: bool, x: Tensor | ScaledRows, residual: Tensor | None
@@ -208,14 +212,17 @@ class ModelRunner:
         x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, factor=factor)
         in_8bit = layer.down.takes_8bit
         gated = layer.gate_up.gated(backend, layer.activation, x, in_8bit=in_8bit)
-        return layer.down.for_norm(backend, gated, in_parts=in_parts), residual
+        output = layer.down.for_norm(backend, gated, in_parts=in_parts)
+        return multiplied(output, self.layout.residual_multiplier), residual
 
     def _last_logits(self, last: Tensor, x: Tensor, residual: Tensor) -> Tensor:
         """The logits [items, V] at the tokens `last` [items] of T."""
         return self.backend.logits(self._normed(x[last], residual[last]), self.head)
 
     def _normed(self, x: Tensor | ScaledRows, residual: Tensor) -> Tensor:
-        return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
+        # The logits' factor is taken here, so that products and draws of every kind have it.
+        normed = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
+        return multiplied(normed, self.layout.logits_multiplier)
 
 
 def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[ContextPiece]]:
@@ -238,6 +245,16 @@ def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[ContextPie
             room, sight = room - (stop - start), sight - stop
             start = stop
     yield pack
+
+
+Rows = TypeVar("Rows", bound=Tensor | ScaledRows)
+
+
+def multiplied(x: Rows, factor: float) -> Rows:
+    """`x` times a factor of the model's configuration, in place."""
+    if factor != 1.0:
+        (x.values if isinstance(x, ScaledRows) else x).mul_(factor)
+    return x
 
 
 def _weight(norm: nn.Module) -> Tensor:

@@ -48,7 +48,7 @@ def _run_once(stack: DecoderStack, model: nn.Module) -> None:
     ]
     pack = stack.pack(samples)
     x = stack.embedded(pack).detach().requires_grad_()
-    context = LayerContext(pack, *stack.rotary_tables(x, pack), "keep")
+    context = LayerContext(pack, stack.rotary_tables(x, pack), "keep")
     states = x
     for index in {layer.sliding_window: index for index, layer in enumerate(layout.layers)}.values():
         states = stack.after_layer(index, states, context)

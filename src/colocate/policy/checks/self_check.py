@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 
 from colocate.policy.attention.pack import Pack
+from colocate.policy.head.output_head import output_head
 from colocate.policy.model.training_mode import dropout_rates
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack, LayerContext
@@ -79,12 +80,15 @@ def check_stack(model: nn.Module) -> None:
 
 def small_model_of(model: nn.Module) -> Any:
     """A model of the same configuration with random weights, on the same device and of the same type, with
-    two layers of each kind (with and without a window) and at most 1,024 tokens."""
+    two layers of each kind (with and without a window, rotated or not) and at most 1,024 tokens."""
     layout, config = layout_for(model), causal_lm(model).config
     options: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": min(layout.vocab_size, 1024)}
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        options["layer_types"] = [kind for kind in dict.fromkeys(kinds) for _ in range(2)]
-        options["num_hidden_layers"] = len(options["layer_types"])
+    settings = {n: getattr(config, n, None) for n in ("layer_types", "no_rope_layers")}
+    by_layer = {name: setting for name, setting in settings.items() if setting is not None}
+    if by_layer:
+        kinds = [kind for kind in dict.fromkeys(zip(*by_layer.values(), strict=False)) for _ in range(2)]
+        options |= dict(zip(by_layer, map(list, zip(*kinds, strict=True)), strict=True))
+        options["num_hidden_layers"] = len(kinds)
     if (config.pad_token_id or 0) >= options["vocab_size"]:
         options["pad_token_id"] = 0  # the embedding has no gradient there, whatever token it is
     small = type(config).from_dict(config.to_dict() | options)
@@ -118,7 +122,7 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
         return (difference.norm() / own.norm()).item(), share.item()
 
     pack, states, logits = _own_pass(model, layout, stack)
-    context = LayerContext(pack, *stack.rotary_tables(states[0], pack), "keep")
+    context = LayerContext(pack, stack.rotary_tables(states[0], pack), "keep")
     generator = torch.Generator().manual_seed(0)
     layers = {f"layer {index}": layer for index, layer in enumerate(causal_lm(model).model.layers)}
     for index, (where, module) in enumerate([*layers.items(), ("the last norm", layout.norm)]):
@@ -146,8 +150,9 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
             difference = get_total_norm([x - y for x, y in zip(a, b, strict=True)]).item()
             relative = difference / max(get_total_norm(b).item(), 1e-30)
             yield f"the gradient of {name}'s parameters", relative, relative / gradient_tolerance
-    ours = F.linear(own, layout.lm_head.weight)
-    yield "the logits", *by_token(ours, logits[pack.predicting], 0.0, tolerance)
+    for scale in {layout.logits_multiplier, output_head(model).scale}:  # the engine's and the trainer's
+        ours = F.linear(own, layout.lm_head.weight) * scale
+        yield "the logits", *by_token(ours, logits[pack.predicting], 0.0, tolerance)
 
 
 def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pack, list[Tensor], Tensor]:
@@ -183,17 +188,21 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
         states.append(state.requires_grad_())
         return (state[tokens], *output[1:]) if isinstance(output, tuple) else state[tokens]
 
-    modules = (layout.embed_tokens, *lm.model.layers, layout.norm)
+    def note_input(module: nn.Module, args: Any) -> Any:
+        return (note(module, args, args[0]), *args[1:])  # the embeddings with their factor
+
+    modules = (*lm.model.layers, layout.norm)
     handles = [module.register_forward_hook(note) for module in modules]
+    handles.append(lm.model.layers[0].register_forward_pre_hook(note_input))
     try:
         logits = lm(input_ids=ids, attention_mask=(tokens >= 0).long(), use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
-    if len(states) != len(modules):
+    if len(states) != len(modules) + 1:
         raise ValueError(
-            f"{type(lm).__name__} makes {len(states)} calls of its {len(modules)} modules (embedding, layers "
-            f"and last norm) in a forward pass, and the packed stack one of each. {_advice(model)}"
+            f"{type(lm).__name__} makes {len(states)} calls of its {len(modules) + 1} modules (embedding, "
+            f"layers and last norm) in a forward pass, and the packed stack one of each. {_advice(model)}"
         )
     return replace(pack, token_ids=ids.flatten()[packed]), states, logits.flatten(0, 1)[packed]
 

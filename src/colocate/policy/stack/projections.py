@@ -95,11 +95,17 @@ class Projection:
         is_training: whether LoRA's dropout applies.
         gathered: the whole weights, where the modules hold a part of them. Gradients of the base weights are
             those of the whole matrices as the parts lie in memory: of o and down [in, out].
+        factor: all of y, the bias and the adapters included, is multiplied by it.
     """
 
     def __init__(
-        self, *modules: nn.Module, is_training: bool, gathered: GatheredProjection | None = None
+        self,
+        *modules: nn.Module,
+        is_training: bool,
+        gathered: GatheredProjection | None = None,
+        factor: float = 1.0,
     ) -> None:
+        self._factor = factor
         self._linears = [base_linear(module) for module in modules]
         self._gathered = gathered
         self._rows: list[slice] = []
@@ -117,7 +123,8 @@ class Projection:
             self._groups.append(AdapterGroup(*map(tuple, zip(*others, strict=True)), 0.0))  # type: ignore
 
         self._is_low_rank = (
-            len(self._groups) == len({linear.out_features for linear in self._linears}) == 1
+            factor == 1.0
+            and len(self._groups) == len({linear.out_features for linear in self._linears}) == 1
             and list(self._groups[0].rows) == self._rows
             and not self._groups[0].dropout
             and all(adapter.bias is None and len(adapter.a) <= MAX_RANK for _, adapter in adapters)
@@ -145,7 +152,7 @@ class Projection:
                 y[:, rows].addmm_(part, adapter.b.to(x.dtype).T, alpha=adapter.scaling)
                 if adapter.bias is not None:
                     y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
-        return y
+        return self._multiplied(y)
 
     def in_two_terms(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
         """The output of `__call__` in two terms: the base product [T, out], and the adapters' term, in
@@ -179,12 +186,13 @@ class Projection:
         reduced = [grad.new_empty(len(grad), sum(group.ranks)) for group in self._groups]
         for group, grad_reduced in zip(self._groups, reduced, strict=True):
             for rows, adapter, part in group.parts(grad_reduced):
-                torch.mm(grad[:, rows], adapter.b.to(grad.dtype), out=part).mul_(adapter.scaling)
+                scaling = adapter.scaling * self._factor
+                torch.mm(grad[:, rows], adapter.b.to(grad.dtype), out=part).mul_(scaling)
         return reduced
 
     def input_gradient(self, grad: Tensor, reduced: list[Tensor], seed: int) -> Tensor:
         """The gradient of x [T, in], given the gradient of y [T, out] and `reduced_gradients` of it."""
-        grad_x = grad @ self._weight()
+        grad_x = self._multiplied(grad @ self._weight())
         for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
             if group.dropout:
                 grad_x += group.dropped(grad_reduced @ group.a(grad.dtype), seed + number)
@@ -229,29 +237,33 @@ class Projection:
             else:
                 parts = low_rank.reduced
             for rows, adapter, part, grad_a in zip(group.rows, group.adapters, parts, joint, strict=True):
+                scaling = adapter.scaling * self._factor
                 gradients.add(adapter.a, grad_a)
-                gradients.add(adapter.b, wide_product(grad[:, rows].T, part).mul_(adapter.scaling))
+                gradients.add(adapter.b, wide_product(grad[:, rows].T, part).mul_(scaling))
                 if adapter.bias is not None:
-                    gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(adapter.scaling))
+                    gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(scaling))
 
     def _add_base_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor) -> None:
         if self._gathered is not None and len(self._linears) == 1:
             if self._linears[0].weight.requires_grad:
-                gradients.add(self._linears[0].weight, x.T @ grad)
+                gradients.add(self._linears[0].weight, self._multiplied(x.T @ grad))
         elif all(linear.weight.requires_grad for linear in self._linears):
-            joint = grad.T @ x
+            joint = self._multiplied(grad.T @ x)
             for linear, rows in zip(self._linears, self._rows, strict=True):
                 gradients.add(linear.weight, joint[rows])
         else:
             for linear, rows in zip(self._linears, self._rows, strict=True):
                 if linear.weight.requires_grad:
-                    gradients.add(linear.weight, grad[:, rows].T @ x)
+                    gradients.add(linear.weight, self._multiplied(grad[:, rows].T @ x))
         biases = [linear.bias for linear in self._linears]
         if any(bias is not None and bias.requires_grad for bias in biases):
-            sums = _column_sum(grad)
+            sums = self._multiplied(_column_sum(grad))
             for bias, rows in zip(biases, self._rows, strict=True):
                 if bias is not None and bias.requires_grad:
                     gradients.add(bias, sums[rows])
+
+    def _multiplied(self, product: Tensor) -> Tensor:
+        return product if self._factor == 1.0 else product.mul_(self._factor)
 
     def _base_product(self, x: Tensor) -> Tensor:
         bias = None if self._gathered is None else self._gathered.bias()

@@ -39,7 +39,7 @@ from colocate.policy.stack.projections import Gradients, Projection
 from colocate.policy.stack.weight_store import WeightStore, split_parameters
 from colocate.reporting.work_counts import WorkCounts
 from colocate.types import Sample
-from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
+from colocate.weights.layouts import Layout, RotaryTables, causal_lm, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 MLP_TILE_TOKENS = 8192
@@ -114,22 +114,23 @@ class DecoderStack:
         layers."""
         counts = counts or WorkCounts()
         x = self.embedded(pack)
-        tables = self.rotary_tables(x, pack)
         if not torch.is_grad_enabled():
             policy = "full"  # whose forward holds least
         num_passes = 2 if torch.is_grad_enabled() else 1
         counts.begin("layers", num_passes * len(self._layers), is_part=True)
-        context = LayerContext(pack, *tables, policy, note=partial(counts.add, "layers"))
+        context = LayerContext(pack, self.rotary_tables(x, pack), policy, note=partial(counts.add, "layers"))
         for index in range(len(self._layers)):
             x = self.after_layer(index, x, context)
         return self.last_states(x, pack)
 
     def embedded(self, pack: Pack) -> Tensor:
         """The first layer's input, [T, hidden]."""
-        embedding = self._layout.embed_tokens
+        embedding, factor = self._layout.embed_tokens, self._layout.embedding_multiplier
         if self._store is None:
-            return embedding(pack.token_ids)  # the module itself: `padding_idx` has no gradient
-        return F.embedding(pack.token_ids, self._store.whole(embedding.weight), embedding.padding_idx)
+            x = embedding(pack.token_ids)  # the module itself: `padding_idx` has no gradient
+        else:
+            x = F.embedding(pack.token_ids, self._store.whole(embedding.weight), embedding.padding_idx)
+        return x if factor == 1.0 else x * factor
 
     def whole(self, head: OutputHead) -> OutputHead:
         """The model's head with its whole weight [V, hidden], gathered if it is split."""
@@ -162,10 +163,9 @@ class DecoderStack:
             self._store.release()
 
     @torch.no_grad()
-    def rotary_tables(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the pack's positions, each [T, D] in the type of `x` [T, hidden]."""
-        cos, sin = self._layout.rotary_emb(x[None], pack.position_ids[None])
-        return cos[0], sin[0]
+    def rotary_tables(self, x: Tensor, pack: Pack) -> RotaryTables:
+        """The tables of the pack's positions, each [T, D] in the type of `x` [T, hidden]."""
+        return self._layout.rotary_tables_at(pack.position_ids, x.dtype)
 
     def after_layer(self, index: int, x: Tensor, context: LayerContext) -> Tensor:
         """The output of layer `index` for `x` [T, hidden], differentiable."""
@@ -202,8 +202,7 @@ class LayerContext:
     keeps."""
 
     pack: Pack
-    cos: Tensor  # [T, D]
-    sin: Tensor  # [T, D]
+    rotary_tables: RotaryTables  # each [T, D]
     policy: ActivationPolicy
     seed: int = 0
     """Seed of the layer's dropout masks, from which `seed_of` makes one for each of its projections."""
@@ -229,7 +228,7 @@ class LayerContext:
 
 class DecoderLayer:
     """One pre-norm decoder layer: x_mid = x + o(attention(qkv(norm(x)))), then y = x_mid + mlp(norm(x_mid)),
-    where mlp(n) = down(activation(gate(n)) * up(n)).
+    where mlp(n) = down(activation(gate(n)) * up(n)). o and down multiply by Granite's residual multiplier.
     """
 
     def __init__(
@@ -238,10 +237,13 @@ class DecoderLayer:
         layer = layout.layers[index]
         self._index, self._store = index, store
         self._split = [] if store is None else [p for p in split_parameters(layer) if p.requires_grad]
+        m = layout.residual_multiplier
         gathered = [None] * 4 if store is None else store.projections(index)
         self._qkv, self._o, self._gate_up, self._down = (
-            Projection(*modules, is_training=is_training, gathered=weights)
-            for modules, weights in zip(layer.projection_groups(), gathered, strict=True)
+            Projection(*modules, is_training=is_training, gathered=weights, factor=factor)
+            for modules, weights, factor in zip(
+                layer.projection_groups(), gathered, (1.0, m, 1.0, m), strict=True
+            )
         )
         self._input_norm: Any = layer.input_norm.weight
         self._mlp_norm: Any = layer.post_attention_norm.weight
@@ -249,7 +251,7 @@ class DecoderLayer:
         self._k_norm: Any = None if layer.k_norm is None else layer.k_norm.weight
         self._activation = layer.activation
         self._num_heads, self._head_dim = layout.num_heads, layout.head_dim
-        self.window = layer.sliding_window
+        self.window, self._rotates = layer.sliding_window, layer.rotates
         self._scale, self._eps = layout.scaling, layout.rms_norm_eps
 
     @property
@@ -337,8 +339,9 @@ class DecoderLayer:
             grad_out, q, k, v, out, lse, context.pack, scale=self._scale, window=self.window
         )
         del x_mid, q, k, out, grad_out
+        tables = context.rotary_tables[self._rotates]
         grad_qkv, grad_q_norm, grad_k_norm = operations.rotate_backward(
-            grad_q, grad_k, grad_v, qkv, context.cos, context.sin, self._q_norm, self._k_norm, self._eps
+            grad_q, grad_k, grad_v, qkv, *tables, self._q_norm, self._k_norm, self._eps
         )
         del grad_q, grad_k, grad_v, qkv, v
         for norm, value in ((self._q_norm, grad_q_norm), (self._k_norm, grad_k_norm)):
@@ -363,9 +366,8 @@ class DecoderLayer:
         return qkv, out, lse
 
     def _rotated(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = operations.rotate(
-            qkv, context.cos, context.sin, self._num_heads, self._q_norm, self._k_norm, self._eps
-        )
+        tables = context.rotary_tables[self._rotates]
+        q, k = operations.rotate(qkv, *tables, self._num_heads, self._q_norm, self._k_norm, self._eps)
         return q, k, qkv[:, self._num_heads + k.shape[1] :]
 
     def _mlp_backward(
