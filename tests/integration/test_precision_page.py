@@ -129,10 +129,24 @@ def test_ablations_on_a_real_model():
         cells = ["–" if x is None else f"{x['mean_abs']:.3f}, {x['sd']:.3f}" for x in found]
         assert row(shown, *cells) in SECTION
     assert f"{ways['tokens']['number']:,.0f} tokens" in SECTION
-    spreads = {"fp8_kv": ways["keys and values int8"]["sd"], "fp8": ways["all e4m3"]["sd"]}
-    assert {name: round(sd, 2) for name, sd in spreads.items()} == rollout_precision.ASSUMED_SPREAD
-    assert "makes it 0.05 and 0.33" in ENGINE
-    assert 's = 0.05 with "fp8_kv" and 0.33 with "fp8"' in words(rollout_precision.__doc__ or "")
+
+
+def test_the_engine_on_a_real_model():
+    claims = json.loads((ROOT / "benchmarks/results/real-precision-cpu.json").read_text())["claims"]
+    for shown, name, digits in (
+        ("mean size", "mean_abs", 3),
+        ("standard deviation", "sd", 3),
+        ("largest", "max_abs", 2),
+    ):
+        cells = [
+            f"{claims[f'log_ratio_{name}_{precision}']:.{digits}f}" for precision in ("bf16", "fp8_kv", "fp8")
+        ]
+        assert row(shown, *cells) in SECTION
+    spreads = {name: round(claims[f"log_ratio_sd_{name}"], 2) for name in ("fp8_kv", "fp8")}
+    assert spreads == rollout_precision.ASSUMED_SPREAD
+    assert f"makes it {spreads['fp8_kv']} and {spreads['fp8']}" in ENGINE
+    text = f's = {spreads["fp8_kv"]} with "fp8_kv" and {spreads["fp8"]} with "fp8"'
+    assert text in words(rollout_precision.__doc__ or "")
 
 
 def test_rewards_on_a_cpu():

@@ -31,7 +31,7 @@ def test_tokens_are_corrected_one_by_one(tmp_path, precision, caplog):
     with caplog.at_level(logging.WARNING):
         config = make(tmp_path, rollout_precision=precision, max_completion_length=2048)
     assert config.vllm_importance_sampling_mode == "token_truncate"
-    s, left = {"fp8_kv": (0.05, "1%"), "fp8": (0.33, "0%")}[precision]
+    s, left = {"fp8_kv": (0.08, "0%"), "fp8": (0.26, "0%")}[precision]
     assert f"exp(-{s}² · 2048) = {left} of the samples" in caplog.text
 
 
@@ -46,7 +46,7 @@ def test_a_correction_of_tokens_stays(tmp_path, mode):
 
 
 def test_a_correction_of_sequences_is_refused_with_the_arithmetic(tmp_path):
-    with pytest.raises(ValueError, match=r"'sequence_truncate' weighs whole.*0\.33 · √512 = 7\.5.*0%"):
+    with pytest.raises(ValueError, match=r"'sequence_truncate' weighs whole.*0\.26 · √512 = 5\.9.*0%"):
         make(
             tmp_path,
             rollout_precision="fp8",

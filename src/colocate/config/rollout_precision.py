@@ -2,8 +2,8 @@
 
 A rollout in 8 bits draws from a policy that is near the trainer's. Let the log-ratio of a token's two
 probabilities have a standard deviation of s. The log-ratio of C tokens then has s √C, and of the samples'
-weights exp(log-ratio) a share of about exp(-s² C) is left to count. SmolLM2-135M has s = 0.05 with "fp8_kv"
-and 0.33 with "fp8" (docs/benchmarks.md): of 64 tokens 85 % and 0.1 %. A ratio of its own for each token does
+weights exp(log-ratio) a share of about exp(-s² C) is left to count. SmolLM2-135M has s = 0.08 with "fp8_kv"
+and 0.26 with "fp8" (docs/benchmarks.md): of 64 tokens 66 % and 1 %. A ratio of its own for each token does
 not grow with the length.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-ASSUMED_SPREAD = {"fp8_kv": 0.05, "fp8": 0.33}
+ASSUMED_SPREAD = {"fp8_kv": 0.08, "fp8": 0.26}
 """Standard deviation of a token's log-ratio that the arithmetic in messages takes: a real model's."""
 
 
