@@ -24,23 +24,25 @@ from colocate.options.requirements import (
     Requirement,
 )
 from colocate.options.values import members
-from colocate.policy.optimizer.names import OPTIMIZERS
+from colocate.policy.optimizer.names import OPTIMIZERS, REFUSED_OPTIMIZERS
 
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optim": OPTIMIZERS,
-    "lr_scheduler_type": (
-        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
-        *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+CHOICES: dict[str, OneOf] = {
+    "optim": OneOf(OPTIMIZERS, refused=REFUSED_OPTIMIZERS),
+    "lr_scheduler_type": OneOf(
+        (
+            *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+            *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+        )
     ),
-    "ddp_backend": ("nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl"),
-    "eval_strategy": ("no", "steps", "epoch"),
-    "logging_strategy": ("no", "steps", "epoch"),
-    "log_level": _LOG_LEVELS,
-    "log_level_replica": _LOG_LEVELS,
-    "save_strategy": ("no", "steps", "epoch", "best"),
-    "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
+    "ddp_backend": OneOf(("nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl")),
+    "eval_strategy": OneOf(("no", "steps", "epoch")),
+    "logging_strategy": OneOf(("no", "steps", "epoch")),
+    "log_level": OneOf(_LOG_LEVELS),
+    "log_level_replica": OneOf(_LOG_LEVELS),
+    "save_strategy": OneOf(("no", "steps", "epoch", "best")),
+    "hub_strategy": OneOf(("end", "every_save", "checkpoint", "all_checkpoints")),
 }
 """The values that are honoured, where others of the option's type are not."""
 
@@ -68,7 +70,7 @@ RANGES: dict[str, Requirement] = {
 
 
 def _conditions_of(name: str) -> tuple[Any, ...]:
-    choices = (OneOf(CHOICES[name]),) if name in CHOICES else ()
+    choices = (CHOICES[name],) if name in CHOICES else ()
     ranges = (RANGES[name],) if name in RANGES else ()
     return (*choices, *ranges, *((MAY_BE_INFINITE,) if name == "max_grad_norm" else ()))
 
@@ -99,7 +101,7 @@ def transformers_options() -> Mapping[str, Option]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
             name, hint = node.target.id, _type(node.annotation)
             if hint is str and name in CHOICES:
-                hint = Literal[CHOICES[name]]
+                hint = Literal[tuple(CHOICES[name].names)]
             if not name.startswith("_"):
                 default = _default(node.value, assigned)
                 found[name] = Option(name, as_read(name, hint), default, _conditions_of(name))

@@ -22,7 +22,7 @@ from colocate.options.requirements import (
     check_choice,
     check_range,
 )
-from colocate.options.values import coerce, members
+from colocate.options.values import coerce, members, shown
 
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 
@@ -52,7 +52,7 @@ class Option(NamedTuple):
             value = coerce(label, value, self.hint, may_be_infinite=MAY_BE_INFINITE in self.conditions)
         except ValueError:
             if choices is not None and isinstance(value, (str, int, float, type(None))):
-                check_choice(label, value, choices.names)
+                _check_choice(label, value, choices)
             raise
         return self.check(value, label)
 
@@ -61,7 +61,7 @@ class Option(NamedTuple):
         label, choices = label or self.name, self.condition(OneOf)
         if choices is not None and value is not None and not isinstance(value, bool):
             value = choices.older.get(value, value)
-            check_choice(label, value, choices.names)
+            _check_choice(label, value, choices)
         if (requirement := self.condition(Requirement)) is not None:
             check_range(label, value, requirement)
         return value
@@ -73,6 +73,12 @@ class Option(NamedTuple):
     def condition(self, kind: type) -> Any:
         """The option's condition of a kind, or None."""
         return next((one for one in self.conditions if isinstance(one, kind)), None)
+
+
+def _check_choice(label: str, value: Any, choices: OneOf) -> None:
+    if value in choices.refused:
+        raise ValueError(f"{label}={shown(value)} is not supported: {choices.refused[value]}.")
+    check_choice(label, value, choices.names)
 
 
 @functools.cache

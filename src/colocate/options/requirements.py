@@ -56,6 +56,8 @@ class OneOf:
     names: Collection[Any]
     older: Mapping[Any, Any] = field(default_factory=dict)
     """Older names, and those here that they stand for."""
+    refused: Mapping[Any, str] = field(default_factory=dict)
+    """Names that others take, and the reasons why they are not supported."""
 
 
 class Elsewhere(NamedTuple):
