@@ -85,7 +85,8 @@ def train(directory: Path, size: int, *options: str) -> subprocess.CompletedProc
         )
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 1])
 def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
     done = train(directory, size)
     assert done.returncode == 0, done.stderr
