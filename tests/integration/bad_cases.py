@@ -26,7 +26,7 @@ class Hang(BaseException):
 
 
 def words_of(error: BaseException) -> str:
-    """Its text; a user's own error may have none."""
+    """The text of an error; a user's own may have none."""
     try:
         return str(error)
     except Exception:

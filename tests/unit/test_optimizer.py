@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArg
 from transformers.training_args import OptimizerNames
 
 from colocate.config.grpo_config import GRPOConfig
+from colocate.config.transformers_options import transformers_options
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.model.precision import cast_to_bf16
 from colocate.policy.optimizer.names import ARGUMENTS, REFUSED_OPTIMIZERS
@@ -458,6 +459,8 @@ def test_every_optimizer_of_transformers_is_taken_or_refused_with_a_reason():
     for name in REFUSED_OPTIMIZERS:
         with pytest.raises(ValueError, match=f"optim='{name}' is not supported: it "):
             GRPOConfig("unused", optim=name, use_cpu=True)
+        with pytest.raises(ValueError, match=f"optim='{name}' is not supported: it "):
+            transformers_options()["optim"].read(name)  # as a run file and a command line do
 
 
 @pytest.mark.parametrize(
