@@ -1,6 +1,6 @@
-"""How far rollouts of a real model are from its trainer, at each precision; on a CPU, too.
+"""How far rollouts of a real model are from its trainer, at each precision; on a GPU where there is one.
 
-    python -m benchmarks.precision.real MODEL_DIR QUESTIONS.jsonl
+    python -m benchmarks.precision.real MODEL_DIR QUESTIONS.jsonl [--hardware h100]
 
 The engine answers questions (rows with `question`, as GSM8K has) at temperature 1, beyond stop tokens, so
 that all completions are equally long. A log-ratio is a token's log-prob by one forward of the model, less the
@@ -47,7 +47,9 @@ def main() -> None:
     options = parser.parse_args()
     commit = committed()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = model.eval().to(device)
     rows = [json.loads(line) for line in options.questions.read_text().splitlines()[: options.sequences]]
     prompts = []
     for key, row in enumerate(rows):
