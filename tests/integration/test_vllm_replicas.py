@@ -113,11 +113,10 @@ def rewards(directory: Path) -> list[tuple[int, float]]:
     ("how", "told"),
     [
         ("kill", "was ended by SIGKILL"),
-        pytest.param(
-            "stop", "did not answer any more, though it ran, and was killed", marks=pytest.mark.slow
-        ),
+        ("stop", "did not answer any more, though it ran, and was killed"),
     ],
 )
+@pytest.mark.slow  # five starts of vLLM; `tests/distributed/test_ray_replicas.py` loses others at each change
 def test_a_run_with_two_replicas_of_which_one_is_lost_is_that_of_servers_started_by_hand(
     how, told, tmp_path, home
 ):

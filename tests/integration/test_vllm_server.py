@@ -343,6 +343,7 @@ def test_killed_within_a_rollout_and_within_a_publish_and_ended_by_ctrl_c(tied_m
 
 
 @pytest.mark.own_vllm
+@pytest.mark.slow
 def test_ready_is_said_once_and_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_two):
     model, mortal = tied_model, mortal_of_two
     (ready,) = ready_lines(mortal)
