@@ -300,6 +300,7 @@ def draw_counts(
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.share(3)
 def test_distribution_is_softmax(device, temperature):
     """Three blocks, the last one cut off. The test would notice a temperature that is half of what it was."""
     logits = 2.5 * torch.randn(600, generator=torch.Generator().manual_seed(5))

@@ -85,6 +85,7 @@ def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> l
     ],
     ids=["qwen3", "mistral-window", "granite", "smollm3", "adapters", "adapters of gate and up"],
 )
+@pytest.mark.share(2)
 def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)
     sampling = SamplingParams(max_tokens=3, seed=3, stop_token_ids=(50,))
@@ -249,6 +250,7 @@ def adapted_base(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["biases", "4 bits, one by one"])
+@pytest.mark.share(2)
 def test_adapters_are_added_to_products_in_8_bits(kind, device, monkeypatch):
     """Their A are found below the weights of the trainer, as below those of a copy, and of one at a time."""
     model = adapted_base(kind, device, monkeypatch)
@@ -261,6 +263,7 @@ def test_adapters_are_added_to_products_in_8_bits(kind, device, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["biases", "4 bits, copy", "4 bits, one by one"])
+@pytest.mark.share(2)
 def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkeypatch):
     """Before and after an update in place, and without adapters, against transformers and PEFT."""
     model = adapted_base(kind, device, monkeypatch)
