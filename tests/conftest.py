@@ -23,7 +23,11 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     # Kernels run in the interpreter then. transformers imports triton, which reads this at import.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Nothing is compiled by TorchDynamo; bitsandbytes would load it in every process, for more than a second.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
+from colocate.memory import garbage
+from processes import Searches, leave_out_lasting_objects
 from tiny import make_model, make_reward_model, make_tokenizer
 
 # The same examples are drawn each time, so that a failure is one of what was changed and none of chance;
@@ -76,6 +80,22 @@ def pytest_terminal_summary(terminalreporter):
 def one_thread():
     """Tiny matrices: more threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_left_out_of_searches_for_garbage():
+    """See `Searches`. What runs leave in cycles is freed when a file's tests have ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "gc", Searches)
+        leave_out_lasting_objects()
+        yield
+
+
+@pytest.fixture
+def all_garbage_is_found(monkeypatch):
+    """For tests of what is freed, also by runs."""
+    monkeypatch.setattr(garbage, "gc", gc)
+    gc.unfreeze()
 
 
 # A shell's background job ignores Ctrl-C, and so would the tests that press it.

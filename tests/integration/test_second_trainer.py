@@ -131,6 +131,7 @@ def test_parameters_that_a_callback_freezes_are_refused(tmp_path):
     assert len(read_metrics(tmp_path)) == 1
 
 
+@pytest.mark.usefixtures("all_garbage_is_found")
 def test_what_a_trainer_held_is_freed_with_it(tmp_path):
     trainer = make_trainer(tmp_path, model=bf16_model(), **STEPS)
     trainer.train()

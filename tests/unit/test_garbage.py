@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 from colocate.memory import garbage
 from tiny import make_trainer
 
+pytestmark = pytest.mark.usefixtures("all_garbage_is_found")
+
 
 class Cycle:
     def __init__(self):
