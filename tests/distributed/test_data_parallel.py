@@ -39,7 +39,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("runs")
     single = {}
     for case in CASES:
-        if case not in ("split", "rows"):
+        if case not in ("split", "rows", "accelerate"):
             single[case] = build(directory / "one", case, num_ranks=1)
             single[case].train()
     NOTED.clear()
@@ -47,14 +47,28 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     single["rows"].train()
     single["prompts"] = list(NOTED)
     run_ranks(2, WORKER, directory, *CASES_OF_TWO, timeout_s=240)
-    run_python(*ACCELERATE, WORKER, directory, "accelerate", timeout_s=240)
     return directory, single
 
 
-WHOLE_CASES = [case for case in CASES if case not in (*SPLIT_CASES, "rows", "waiting")]
+WHOLE_CASES = [
+    pytest.param(case, marks=[pytest.mark.slow] if case == "accelerate" else [])
+    for case in CASES
+    if case not in (*SPLIT_CASES, "rows", "waiting")
+]
 
 
-@pytest.mark.parametrize("case", WHOLE_CASES)
+@pytest.fixture
+def case(request, runs) -> str:
+    """One of those that both ranks have trained; that of accelerate's launcher begins here."""
+    directory, single = runs
+    if request.param == "accelerate" and "accelerate" not in single:
+        run_python(*ACCELERATE, WORKER, directory, "accelerate", timeout_s=240)
+        single["accelerate"] = build(directory / "one", "accelerate", num_ranks=1)
+        single["accelerate"].train()
+    return request.param
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES, indirect=True)
 def test_two_processes_equal_one(runs, case):
     directory, single = runs
     expected = dict(single[case].model.named_parameters())
@@ -67,7 +81,7 @@ def test_two_processes_equal_one(runs, case):
         assert torch.equal(both[0][name], both[1][name])  # or they drift apart, for nothing synchronises them
 
 
-@pytest.mark.parametrize("case", WHOLE_CASES)
+@pytest.mark.parametrize("case", WHOLE_CASES, indirect=True)
 def test_the_record_covers_both_processes_once(runs, case):
     directory, single = runs
     records = read_metrics(directory / case)

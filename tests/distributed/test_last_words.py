@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from colocate.parallel import meeting
 from colocate.parallel.meeting import Meeting
-from processes import TORCHRUN, run_python
+from processes import run_ranks
 
 REFUSAL = "colocate train: shard={} is unknown; it is one of auto, none, 1, 2, 4, 8."
 
@@ -21,7 +21,7 @@ REFUSAL = "colocate train: shard={} is unknown; it is one of auto, none, 1, 2, 4
 def said(tmp_path_factory):
     """The exit code, the words and the seconds of each of two ranks by case."""
     directory = tmp_path_factory.mktemp("words")
-    run_python(*TORCHRUN, Path(__file__).with_name("last_words_worker.py"), directory, timeout_s=240)
+    run_ranks(2, Path(__file__).with_name("last_words_worker.py"), directory, timeout_s=240)
     return [json.loads((directory / f"said{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -12,21 +12,26 @@ from processes import run_ranks
 
 pytestmark = pytest.mark.early
 
-NUM_INJECTIONS = 105
 NUM_LAYOUTS = 3
 
 
+@pytest.fixture(scope="module", params=[42, pytest.param(105, marks=pytest.mark.slow)])
+def num_injections(request) -> int:
+    """Two at each place in each layout, or five."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> list[dict[str, Any]]:
+def told(tmp_path_factory, num_injections) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("recovery")
     worker = Path(__file__).with_name("recovery_worker.py")
-    run_ranks(2, worker, directory, str(NUM_INJECTIONS), timeout_s=240)
+    run_ranks(2, worker, directory, str(num_injections), timeout_s=240)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_every_injection_leads_to_what_the_smaller_plan_leads_to(told):
+def test_every_injection_leads_to_what_the_smaller_plan_leads_to(told, num_injections):
     trials = list(zip(told[0]["trials"], told[1]["trials"], strict=True))
-    assert len(trials) == NUM_INJECTIONS and told[0]["moved"] > 1e-2
+    assert len(trials) == num_injections and told[0]["moved"] > 1e-2
     assert max(one["rows"] for one in told) < 1e-5  # masters split by rows lead to the same weights
     assert {trial["case"][2] for trial, _ in trials} == {0, 1}
     assert len({tuple(trial["case"][:2]) for trial, _ in trials}) == 7 + 7 + 6

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +20,7 @@ from colocate.parallel import meeting
 from colocate.parallel.launching import free_port
 from colocate.parallel.meeting import Meeting, absence, in_words, meet
 from colocate.run import start_checks
-from processes import SOURCE
+from processes import run_ranks
 from tiny import make_model
 
 
@@ -45,20 +42,7 @@ def said(tmp_path_factory) -> tuple[dict[str, str], dict[str, str]]:
         source = f"def share(completions, **_):\n    return [{value}] * len(completions)\n"
         (directory / f"node{rank}" / "rewards.py").write_text(source)
     models = {f"MODEL_{rank}": str(directory / f"model{rank}") for rank in range(2)}
-    port, worker = free_port(), Path(__file__).with_name("start_worker.py")
-    paths = {"PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(directory)],
-            env=os.environ | paths | models | rank_environment(rank, port, OMP_NUM_THREADS="1"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors[-4000:]
+    run_ranks(2, Path(__file__).with_name("start_worker.py"), directory, timeout_s=240, **models)
     first, second = (json.loads((directory / f"said{rank}.json").read_text()) for rank in range(2))
     return first, second
 

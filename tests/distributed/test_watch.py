@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+import processes
 from colocate.parallel.launching import free_port
 from colocate.parallel.watch import LastLines, Watch
 from processes import SOURCE, TORCHRUN
@@ -83,8 +84,7 @@ def test_who_saves_a_part_alone_is_told_that_all_must_save(tmp_path):
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_does(tmp_path):
-    codes, text = run_ranks("hangs", tmp_path)
-    assert codes == [0, 0], text
+    text = processes.run_ranks(2, WORKER, "hangs", tmp_path, timeout_s=TIMEOUT_S)
     told = r"rank 1 \(.*, pid \d+\) has been in slow \(watch_worker.py\) for 2 s and more, and rank 0 waits"
     assert len(re.findall(told, text)) == 1 and "reward_timeout_s limits the time" in text, text
 

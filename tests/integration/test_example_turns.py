@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_python
+from processes import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "turns"
 
 
 def shares(example: str, *options: str) -> tuple[int, int]:
     """Percent of right answers, or of games won, in the first five steps and in the last five."""
-    printed = run_python(EXAMPLES / example, *options, timeout_s=900, HF_HUB_OFFLINE="1")
+    printed = run_script(EXAMPLES / example, *options, timeout_s=900)
     found = re.search(r"(?:right|won) in the first five steps: (\d+)%; in the last five: (\d+)%", printed)
     assert found is not None
     return int(found[1]), int(found[2])
