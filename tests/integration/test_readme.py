@@ -4,9 +4,11 @@ there and in `docs` are those of their sources.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from tiny import make_model, make_tokenizer, shapes_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "recipes/quickstart.yaml").read_text()
 RUN_ELSEWHERE = {
     "git clone <this repository's address> colocate && cd colocate": "as tests have done",
     "make test": "what runs this test",
@@ -61,7 +64,8 @@ def checkout(tmp_path_factory) -> Path:
         script = copy / ".venv" / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{Path(sys.executable).parent / name}" "$@"\n')
         script.chmod(0o755)
-    (copy / ".venv" / ".installed").touch()
+    for name in ("constraints.txt", ".installed"):
+        (copy / ".venv" / name).touch()
     return copy
 
 
@@ -75,8 +79,13 @@ def run(command: str, directory: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def quickstart(checkout) -> Path:
+@pytest.fixture(scope="module", params=[100, pytest.param(200, marks=pytest.mark.slow)])
+def quickstart(checkout, request) -> Path:
+    """The quickstart's run, of half as many steps; `make test-all` has the whole one, too."""
+    recipe = checkout / "recipes/quickstart.yaml"
+    text, num_changed = re.subn("max_steps: 200", f"max_steps: {request.param}", QUICKSTART)
+    assert num_changed == 1
+    recipe.write_text(text)
     run("make quickstart", checkout)
     return checkout / "runs" / "quickstart"
 
@@ -102,7 +111,7 @@ def test_quickstart_learns_on_held_out_problems(quickstart):
     records = [json.loads(line) for line in (quickstart / "metrics.jsonl").read_text().splitlines()]
     held_out = [record["eval_reward"] for record in records if record.get("eval")]
     assert 0.2 <= held_out[0] <= 0.5
-    assert held_out[-1] > 0.85
+    assert held_out[-1] > {3: 0.7, 5: 0.85}[len(held_out)]
     page = (quickstart / "report.html").read_text()
     assert "Held-out reward" in page and f"{held_out[-1]:.3f}" in page
     AutoModelForCausalLM.from_pretrained(quickstart)
@@ -110,22 +119,30 @@ def test_quickstart_learns_on_held_out_problems(quickstart):
 
 @pytest.mark.early
 @pytest.mark.xdist_group("quickstart")
-def test_commands_on_the_quickstart(quickstart, checkout):
+def test_commands_on_the_quickstart(quickstart, checkout, monkeypatch, capsys):
+    monkeypatch.chdir(checkout)
+
+    def colocate(words: str) -> str:
+        """What the command prints, without another process that imports everything for it."""
+        capsys.readouterr()
+        assert main(shlex.split(words)) == 0
+        return capsys.readouterr().out
+
     short = " --max_steps 2 --output_dir runs/again --eval_strategy no --eval_on_start false"
-    run("colocate train recipes/quickstart.yaml --learning_rate 3e-4" + short, checkout)
+    colocate("train recipes/quickstart.yaml --learning_rate 3e-4" + short)
     assert len((checkout / "runs/again/metrics.jsonl").read_text().splitlines()) == 2
     run("torchrun --nproc_per_node 2 -m colocate train recipes/quickstart.yaml" + short, checkout)
-    assert "KV cache" in run("colocate plan recipes/quickstart.yaml", checkout)
-    assert "report.html" in run("colocate report runs/quickstart", checkout)
+    assert "KV cache" in colocate("plan recipes/quickstart.yaml")
+    assert "report.html" in colocate("report runs/quickstart")
     assert "--num_generations (default: 8)" in run("colocate train --help", checkout)
-    assert run("echo 12+34= | colocate chat runs/quickstart", checkout).strip()
-    measured = run(
-        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4 --reward_funcs "
-        "examples/quickstart/addition.py:correct --max_rows 32",
-        checkout,
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12+34=\n"))
+    assert colocate("chat runs/quickstart").strip()
+    measured = colocate(
+        "eval runs/quickstart/model runs/quickstart --num_samples 4 --reward_funcs "
+        "examples/quickstart/addition.py:correct --max_rows 32"
     )
     gained = re.search(r"Accuracy of runs/quickstart minus that of runs/quickstart/model: ([\d.]+)", measured)
-    assert gained and float(gained[1]) > 0.3, measured
+    assert gained and float(gained[1]) > 0.2, measured
 
 
 def _load_local(load: Callable, directory: Path, name: str, **options: object) -> object:
