@@ -1,10 +1,14 @@
 """Packing: every sequence once, within the budget, the same bins every time."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colocate.data.packing import pack, pack_padded
+from colocate.policy.attention.pack import padded
 
 
 def pack_alone(lengths: list[int], budget: int) -> list[list[int]]:
@@ -68,3 +72,30 @@ def test_a_prompt_counts_once_for_the_part_of_its_group_in_a_bin(groups, budget)
     for (prompt, completions), group in zip(groups, members, strict=True):
         if prompt + sum(completions) <= budget:
             assert any(set(group) <= set(held) for held in bins)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a GPU would launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any), dtype=st.sampled_from("fi"))
+def test_rows_are_padded_as_pytorch_pads_them_in_few_operations(lengths, dtype):
+    kind = torch.float32 if dtype == "f" else torch.int64
+    rows = list((torch.arange(sum(lengths), dtype=kind) + 1).requires_grad_(dtype == "f").split(lengths))
+    with Operations() as operations:
+        ours = padded(rows)
+    assert ours.equal(pad_sequence(rows, batch_first=True))
+    assert operations.count <= 12  # however many rows there are
+    if dtype == "f":
+        weights = torch.randn(ours.shape)
+        (got,), (expected,) = (
+            torch.autograd.grad((weights * x).sum(), [rows[0]], retain_graph=True)
+            for x in (ours, pad_sequence(rows, batch_first=True))
+        )
+        assert got.equal(expected)

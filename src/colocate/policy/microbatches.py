@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.memory.recovery import free_memory
-from colocate.policy.attention.pack import to_device
+from colocate.policy.attention.pack import padded, to_device
 from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
 
@@ -71,20 +70,20 @@ def loss_batch(samples: Sequence[Sample]) -> LossBatch:
         values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32)
         return to_device(values, device)
 
-    def padded(name: str) -> Tensor | None:
+    def rows(name: str) -> Tensor | None:
         values = [getattr(sample, name) for sample in samples]
         if all(value is None for value in values):
             return None
         if any(value is None for value in values):
             raise ValueError(f"Some samples of an update have {name} and some have not; all or none must.")
-        return pad_sequence(values, batch_first=True)
+        return padded(values)
 
-    mask = padded("completion_mask")
+    mask = rows("completion_mask")
     assert mask is not None, "every sample has a completion mask"
     if any(isinstance(sample.advantage, Tensor) for sample in samples):
         # A step may also train on an older rollout, of which no turn had a reward.
         per_token = [sample.advantage * torch.ones_like(sample.completion_mask) for sample in samples]
-        advantages = pad_sequence(per_token, batch_first=True)
+        advantages = padded(per_token)
     else:
         advantages = scalars("advantage")
     return LossBatch(
@@ -92,9 +91,9 @@ def loss_batch(samples: Sequence[Sample]) -> LossBatch:
         advantages=advantages,
         loss_weights=scalars("loss_weight"),
         entropy_weights=scalars("entropy_weight"),
-        old_logprobs=padded("old_logprobs"),
-        rollout_logprobs=padded("rollout_logprobs"),
-        logprobs_without_dropout=padded("logprobs_without_dropout"),
-        reference_logprobs=padded("reference_logprobs"),
+        old_logprobs=rows("old_logprobs"),
+        rollout_logprobs=rows("rollout_logprobs"),
+        logprobs_without_dropout=rows("logprobs_without_dropout"),
+        reference_logprobs=rows("reference_logprobs"),
         entropy_thresholds=None if samples[0].entropy_threshold is None else scalars("entropy_threshold"),
     )

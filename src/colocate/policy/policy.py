@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
@@ -18,7 +17,7 @@ from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.collectives import all_reduce_mean, is_distributed
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
-from colocate.policy.attention.pack import groups_of
+from colocate.policy.attention.pack import groups_of, padded
 from colocate.policy.checks.forward_check import check_forward_pass
 from colocate.policy.head.logprobs import token_logprobs
 from colocate.policy.head.output_head import output_head
@@ -220,8 +219,8 @@ class Policy:
                 continue
             logprobs, entropies = zip(*evaluated, strict=True)
             part, part_metrics = objective(
-                pad_sequence(list(logprobs), batch_first=True),
-                pad_sequence(list(entropies), batch_first=True),
+                padded(logprobs),
+                padded(entropies),
                 loss_batch(microbatch),
             )
             if self.router_loss_coef:
@@ -359,8 +358,8 @@ class Policy:
         )
         del hidden  # [N, hidden] that would stay through the layers' backward pass, where memory is fullest
         loss, metrics = objective(
-            pad_sequence(logprobs, batch_first=True),
-            pad_sequence(entropies, batch_first=True),
+            padded(logprobs),
+            padded(entropies),
             loss_batch(samples),
         )
         if router_loss is not None:

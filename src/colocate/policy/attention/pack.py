@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,13 +106,13 @@ class Pack:
         starts = list(itertools.accumulate(lengths, initial=0))
         starts_of = dict(zip((*members, *alone), starts[len(shared) :], strict=False))
         prompt_starts = {number: starts[n] for n, group in enumerate(shared) for number in group}
-        predicting: list[Tensor] = []
+        predicting: list[tuple[int, int]] = []  # ranges of tokens, by sample
         for number, sample in enumerate(samples):
             # The states from `first` to `last` predict the completion; from `own` on they are in its run.
             first, own, last = len(sample.prompt_ids) - 1, num_shared[number], sample.num_tokens - 1
-            in_prompt = torch.arange(first, max(first, own)) + prompt_starts.get(number, 0)
-            in_run = torch.arange(max(first, own), last) + starts_of[number] - own
-            predicting.append(torch.cat([in_prompt, in_run]))
+            in_prompt, in_run = prompt_starts.get(number, 0), starts_of[number] - own
+            predicting.append((first + in_prompt, max(first, own) + in_prompt))
+            predicting.append((max(first, own) + in_run, last + in_run))
 
         num_prompt_tokens = sum(lengths[: len(shared)])
         to_prompts = None
@@ -123,14 +124,14 @@ class Pack:
                 queries_start=num_prompt_tokens,
             )
         firsts = [0] * len(shared) + [num_shared[number] for number in (*members, *alone)]
-        positions = [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
+        positions = [(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
         return cls(
             token_ids=torch.cat(pieces),
-            position_ids=to_device(torch.cat(positions), device),
+            position_ids=to_device(_numbers_in(positions), device),
             # A completion of one token is never read: its run is empty and left out.
             own=Runs.of([length for length in lengths if length], None, device),
             to_prompts=to_prompts,
-            predicting=to_device(torch.cat(predicting), device),
+            predicting=to_device(_numbers_in(predicting), device),
         )
 
     @property
@@ -142,6 +143,28 @@ class Pack:
         """The number of tokens of the longest sequence; with shared prompts an upper bound of it."""
         longest = max(self.own.query_lengths)
         return longest + (max(self.to_prompts.key_lengths) if self.to_prompts is not None else 0)
+
+
+def padded(sequences: Sequence[Tensor]) -> Tensor:
+    """[N, longest] N sequences of numbers, each with zeros behind it; differentiable.
+
+    PyTorch's `pad_sequence` launches a copy for each sequence, which for a thousand short ones takes the host
+    longer than their forward pass takes a GPU.
+    """
+    longest = max(len(sequence) for sequence in sequences)
+    flat = torch.cat(list(sequences))
+    places = _numbers_in([(n * longest, n * longest + len(part)) for n, part in enumerate(sequences)])
+    rows = flat.new_zeros(len(sequences) * longest).index_copy(0, to_device(places, flat.device), flat)
+    return rows.view(len(sequences), longest)
+
+
+def _numbers_in(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """The numbers in all ranges, one range after the other, int64."""
+    starts, stops = np.array(ranges, dtype=np.int64).T
+    lengths = stops - starts
+    # Number i of the result is i plus how far its range begins from where it lies in the result.
+    offsets = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return torch.from_numpy(np.arange(len(offsets)) + offsets)
 
 
 def _beginning(sample: Sample) -> Tensor:
