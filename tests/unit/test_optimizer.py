@@ -104,6 +104,26 @@ def test_masters_follow_fp32_at_a_learning_rate_that_bf16_loses():
         assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("number", range(6))
+def test_any_weight_that_somebody_else_has_changed_is_noticed(number, monkeypatch):
+    # A few tensors to a bucket: the last one's and a lone one's count, too.
+    monkeypatch.setattr("colocate.policy.optimizer.masters.BUCKET_BYTES", 600)
+    model = small_model()
+    optimizer = PolicyOptimizer(model, arguments(), 2, original_weights=cast_to_bf16(model))
+    backward(model, 0, optimizer)
+    optimizer.step()
+    assert optimizer.has_current_masters()
+    weights = list(model.parameters())[number].data.flatten()
+    for value in (torch.nextafter(weights[-1], torch.tensor(torch.inf).bfloat16()), torch.nan):
+        weights[-1] = value
+        assert not optimizer.has_current_masters()
+    optimizer.take_parameters()
+    weights[-1] = 0.5
+    assert not optimizer.has_current_masters()
+    optimizer.take_parameters()
+    assert optimizer.has_current_masters()
+
+
 def test_gradients_add_up_in_fp32():
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     optimizer = PolicyOptimizer(model, arguments(), 1)

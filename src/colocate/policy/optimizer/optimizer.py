@@ -141,14 +141,15 @@ class PolicyOptimizer:
     @property
     def num_bytes(self) -> int:
         """Bytes of masters and moments on the device now, without parameters that are their own masters."""
-        storages = (tensor.untyped_storage() for tensor in self._own_tensors())
+        storages = [tensor.untyped_storage() for tensor in self._own_tensors()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _own_tensors(self) -> Iterator[Tensor]:
         """The masters and the optimizer's state: the tensors that `num_bytes` counts and `offload` moves."""
         state = (x for values in self.optimizer.state.values() for x in values.values())
+        device = self._device
         for x in (*self._masters.of_low.values(), *state):
-            if isinstance(x, Tensor) and x.device == self._device:
+            if isinstance(x, Tensor) and x.device == device:
                 yield x
 
     @property
