@@ -41,9 +41,11 @@ class FakeDevice:
 
         fakes = {
             "mem_get_info": lambda _: (1000 + self.unbacked - self.allocated - self.arena, 1000),
-            "memory_allocated": lambda _: self.allocated,
-            "memory_reserved": lambda _: self.allocated,
-            "max_memory_allocated": lambda _: self.highest,
+            "memory_stats": lambda _: {
+                "allocated_bytes.all.current": self.allocated,
+                "allocated_bytes.all.peak": self.highest,
+                "reserved_bytes.all.current": self.allocated,
+            },
             "reset_peak_memory_stats": lambda _: setattr(self, "highest", self.allocated),
             "synchronize": lambda _: None,
             "current_stream": lambda _: None,

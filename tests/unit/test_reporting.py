@@ -471,9 +471,11 @@ def test_memory_in_use_on_a_gpu_is_the_allocators_and_what_lives_outside_of_it(m
     state = {"allocated": 10, "reserved": 15, "highest": 10, "arena": 0}
     fakes = {
         "mem_get_info": lambda device: (100 - state["reserved"] - state["arena"] - 2, 100),
-        "memory_allocated": lambda device: state["allocated"],
-        "memory_reserved": lambda device: state["reserved"],
-        "max_memory_allocated": lambda device: state["highest"],
+        "memory_stats": lambda device: {
+            "allocated_bytes.all.current": state["allocated"],
+            "allocated_bytes.all.peak": state["highest"],
+            "reserved_bytes.all.current": state["reserved"],
+        },
         "reset_peak_memory_stats": lambda device: state.update(highest=state["allocated"]),
         "synchronize": lambda device: None,
         "current_stream": lambda device: None,

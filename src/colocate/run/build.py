@@ -469,11 +469,12 @@ def build_timeline(
     """The timeline, with the categories of the device's memory; on a CPU also that of Python and libraries
     (`library_bytes`)."""
     of_host = [Category("libraries", lambda: library_bytes)] if device.type == "cpu" else []
+    weights = list(model.parameters())  # finding them takes longer than adding up their sizes
     return Timeline(
         device,
         [
             *of_host,
-            Category("weights", lambda: sum(p.nbytes for p in model.parameters())),
+            Category("weights", lambda: sum(p.nbytes for p in weights)),
             Category("optimizer", lambda: optimizer.num_bytes),
             Category("kv_cache", lambda: engine.kv_cache_bytes, within_phases=True),
             Category("rollout_weights", lambda: engine.rollout_weight_bytes, within_phases=True),
