@@ -322,9 +322,11 @@ class Judge:
     def _samples(self, entry: _Entry, advantage: float | list[float]) -> list[Sample]:
         """The samples of an episode with one advantage, or one for each of its nodes; tensors on the host."""
         fork = entry.fork
-        return [replace(self._sample(entry, row, advantage), fork=fork) for row in entry.rows]
+        return [self._sample(entry, row, advantage, fork) for row in entry.rows]
 
-    def _sample(self, entry: _Entry, row: Row, advantage: float | list[float]) -> Sample:
+    def _sample(
+        self, entry: _Entry, row: Row, advantage: float | list[float], fork: tuple[int, int, int] | None
+    ) -> Sample:
         prompt, logprobs = entry.prompt, row.logprobs
         mask = _tensor(bytearray(row.is_sampled), np.float32)
         if self._mask_truncated and entry.episode.is_truncated:
@@ -340,6 +342,7 @@ class Judge:
             else torch.tensor([advantage[node] for node in row.nodes]),
             rollout_logprobs=None if logprobs is None else _tensor(logprobs, np.float32),
             prompt_key=prompt.key if entry.has_prompt(row) else None,
+            fork=fork,
         )
 
 

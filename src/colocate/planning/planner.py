@@ -245,10 +245,15 @@ class Planner:
         self._constraints = constraints
         self._correction = 1.0
         self._may_grow = True
+        self._planned: tuple[tuple[Workload, float], MemoryPlan] | None = None
+        """The last plan, by what may have changed since: each step asks for one, and few change it."""
 
     def plan(self) -> MemoryPlan:
         """The plan as of now."""
-        return self.case.plan(self._correction)
+        known = (self.workload, self._correction)
+        if self._planned is None or self._planned[0] != known:
+            self._planned = known, self.case.plan(self._correction)
+        return self._planned[1]
 
     @property
     def case(self) -> Case:
