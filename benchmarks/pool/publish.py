@@ -32,11 +32,12 @@ from benchmarks.common.results import Record, origin
 from benchmarks.rollout.cases import model_directory
 from colocate.http.key import VARIABLE
 from colocate.parallel.launching import free_port
-from colocate.rollout_server.trainer.client import Workers
+from colocate.rollout_server.trainer.client import HttpClient
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
+from colocate.rollout_server.trainer.transports import IpcTransport, NcclTransport
 from colocate.rollout_server.trainer.watch import timeouts_among
-from colocate.rollout_server.trainer.weight_push import IpcTransport, NcclTransport, WeightPusher
+from colocate.rollout_server.trainer.weight_push import WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WHOLE
 from colocate.weights.weight_parts import random_parts
@@ -87,16 +88,16 @@ class Pushes:
 @contextmanager
 def killed_within_a_push(url: str, kill: Callable[[], None]) -> Iterator[list[int]]:
     """Kills the server at `url` when its second chunk of weights is under way; yields the chunks so far."""
-    start, killed_at = Workers.start, []
+    start, killed_at = HttpClient.submit_message, []
 
-    def start_or_kill(workers: Workers, do: str, **arguments: Any) -> Any:
+    def start_or_kill(client: HttpClient, do: str, **arguments: Any) -> Any:
         is_its_second = do == "receive_chunk" and arguments["chunk"] == 1
-        if is_its_second and workers._client.base_url == url and not killed_at:
+        if is_its_second and client.base_url == url and not killed_at:
             killed_at.append(arguments["chunk"])
             kill()
-        return start(workers, do, **arguments)
+        return start(client, do, **arguments)
 
-    with mock.patch.object(Workers, "start", start_or_kill):
+    with mock.patch.object(HttpClient, "submit_message", start_or_kill):
         yield killed_at
 
 

@@ -35,9 +35,9 @@ from colocate.policy import policy as policy_module
 from colocate.policy.model.loading import enable_gradient_checkpointing
 from colocate.policy.model.precision import cast_to_bf16
 from colocate.policy.reference import make_reference
-from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.fully_sharded import shard_fully
 from colocate.weights.layouts import WeightPart
+from colocate.weights.source import WeightSource
 from colocate.weights.weight_parts import local_part, splits_of, whole_tensor
 
 CPU = torch.device("cpu")
@@ -163,10 +163,12 @@ def engines(parts: Any, whole: Any) -> Iterator[tuple[str, float]]:
         engine.sleep()
         assert engine.rollout_weight_bytes == 0
     yield "greedy tokens", float(drawn[0] != drawn[1])
-    published = dict(pair for bucket in buckets(parts, 4096) for pair in bucket)
+    published = dict(WeightSource(parts, 4096).tensors())
     is_adapted = hasattr(whole, "peft_config")
     expected = dict((copy.deepcopy(whole).merge_and_unload() if is_adapted else whole).named_parameters())
-    assert published.keys() == expected.keys() and tied_head(parts) == tied_head(whole)
+    assert (
+        published.keys() == expected.keys() and WeightSource(parts).tied_head == WeightSource(whole).tied_head
+    )
     yield "published", largest((published[name], expected[name]) for name in expected)
 
 

@@ -28,10 +28,10 @@ import os
 import signal
 from pathlib import Path
 
-from colocate_trtllm import chunks
+from colocate_trtllm import shared_memory
 from trtllm_case import HostMemory
 
-chunks.CudaMemory = HostMemory  # there is no GPU
+shared_memory.CudaMemory = HostMemory  # there is no GPU
 
 def digits(completions, trainer_state, **_):
     # Rewards digits. The file `die` kills the server after the second rollout, once.

@@ -98,16 +98,16 @@ def test_a_server_killed_within_a_push_leaves_the_trainer_alive(case, monkeypatc
     engine.wake_up()
     try:
         engine.generate(make_prompts([3]), SamplingParams(max_tokens=2))
-        from colocate.rollout_server.trainer.client import Workers
+        from colocate.rollout_server.trainer.client import HttpClient
 
-        real = Workers.start
+        real = HttpClient.submit_message
 
-        def start(self: Workers, do: str, **arguments: Any) -> Any:
+        def start(self: HttpClient, do: str, **arguments: Any) -> Any:
             if do == "receive_chunk" and arguments["chunk"] == 1:
                 server.kill()
             return real(self, do, **arguments)
 
-        monkeypatch.setattr(Workers, "start", start)
+        monkeypatch.setattr(HttpClient, "submit_message", start)
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
             engine.update_weights(version=1)
         # The GPU and its present stream are in order: nothing of the broadcast is left in the way.

@@ -19,6 +19,7 @@ import pytest
 from bad_cases import Case, judge
 
 from colocate.engines.native.engine import NativeEngine
+from colocate.http.lease import LeaseHolder
 from colocate.rollout_server.trainer.client import HttpClient, RequestRefused
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from serving_case import MODEL, QUESTION, Served, random_model, serving
@@ -347,7 +348,7 @@ def native_server() -> Iterator[NativeServer]:
 
 def run_cases(seed: int, share: float, served: Served, native: NativeServer, capsys: Any) -> None:
     rng = random.Random(seed)
-    client = HttpClient(native.base_url, run_id="run")
+    client = HttpClient(native.base_url, run=LeaseHolder("run"))
     client.read_key()
     (offered,) = client.call("GET", "/v1/models", deadline_s=60, parse=lambda x: x)["data"]
     name, max_len = offered["id"], offered["max_model_len"]

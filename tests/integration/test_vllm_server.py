@@ -39,7 +39,7 @@ from vllm_server_case import ServerProcess, as_vllm, make_server_engine, make_se
 from colocate.http import lease
 from colocate.http.key import key_file
 from colocate.http.lease import ServerHeld
-from colocate.rollout_server.trainer.client import ServerUnreachable, Workers
+from colocate.rollout_server.trainer.client import HttpClient, ServerUnreachable
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 from listening import kinds_of, said_of, sockets
@@ -322,15 +322,15 @@ def test_killed_within_a_rollout_and_within_a_publish_and_ended_by_ctrl_c(tied_m
         assert [list(c.token_ids) for c in completions] == expected
         assert "restarted" not in mortal.log.read_text()
 
-        real, num_sent = Workers.start, []
+        real, num_sent = HttpClient.submit_message, []
 
-        def start(self: Workers, do: str, **arguments: Any) -> Any:
+        def start(self: HttpClient, do: str, **arguments: Any) -> Any:
             if do == "receive_chunk" and arguments["chunk"] == 2 and not num_sent:
                 num_sent.append(arguments["chunk"])
                 starting.append(kill_and_start_again(mortal))
             return real(self, do, **arguments)
 
-        monkeypatch.setattr(Workers, "start", start)
+        monkeypatch.setattr(HttpClient, "submit_message", start)
         perturb(model, 5)
         engine.update_weights(version=1)
         assert num_sent, "the push had fewer than three chunks"

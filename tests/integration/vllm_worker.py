@@ -158,8 +158,8 @@ def in_place() -> dict[str, Any]:
     found = {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
         "shares": engine.shares_weights,
-        "reason": engine._source.reason,
-        "is_plain": engine._source.is_plain,
+        "reason": engine._shared.reason,
+        "is_plain": engine._shared.is_plain,
         "published_bytes": engine.published_bytes,
         "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
     }
@@ -168,8 +168,8 @@ def in_place() -> dict[str, Any]:
         engine = start(lora)
     return found | {
         "lora_equal": rounds(engine, lora, make_prompts([5, 7]), 2),
-        "lora_plain": engine._source.is_plain,
-        "lora_reason": engine._source.reason,
+        "lora_plain": engine._shared.is_plain,
+        "lora_reason": engine._shared.reason,
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 NOBODY = 65534
 
 STATE = json.dumps({"do": "state", "run": {"id": "stranger"}, "nonce": "1"})
-FINISH = json.dumps({"do": "finish", "push_id": "any", "token": "any", "num_chunks": 0})
+FINISH = json.dumps({"do": "finish", "push": "any", "version": "any", "num_chunks": 0})
 READ = json.dumps({"do": "read_file", "path": "/etc/shadow"})
 JOIN = json.dumps({"do": "join_group", "host": "127.0.0.1", "port": 9, "size": 2, "timeout_s": 1e6})
 

@@ -1,6 +1,7 @@
 """Weights for an engine with a copy: bounded buckets, merged adapters, 4-bit weights as they multiply."""
 
 import copy
+import json
 from itertools import pairwise
 
 import pytest
@@ -11,19 +12,20 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
-from colocate.weights.buckets import all_bytes, buckets, tied_head
+from colocate.weights.chunks import Chunk
 from colocate.weights.layouts import causal_lm
+from colocate.weights.source import WeightSource
 
 
 def flat(model, **options):
-    return {name: tensor for bucket in buckets(model, **options) for name, tensor in bucket}
+    return {name: tensor for bucket in WeightSource(model, **options).buckets() for name, tensor in bucket}
 
 
 @settings(max_examples=25)
 @given(max_bytes=st.integers(1, 60_000), with_adapter=st.booleans())
 def test_buckets_are_bounded_and_leave_nothing_out(max_bytes, with_adapter):
     model = make_lora("qwen2") if with_adapter else make_model("qwen2")
-    parts = list(buckets(model, max_bytes))
+    parts = list(WeightSource(model, max_bytes).buckets())
     names = [name for part in parts for name, _ in part]
     plain = make_model("qwen2")
     assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
@@ -32,6 +34,29 @@ def test_buckets_are_bounded_and_leave_nothing_out(max_bytes, with_adapter):
     # No bucket could have taken the first tensor of the next one, too.
     for part, following in pairwise(parts):
         assert sum(t.nbytes for _, t in part) + following[0][1].nbytes > max_bytes
+
+
+@settings(max_examples=25)
+@given(max_bytes=st.integers(1, 60_000), is_used_again=st.booleans())
+def test_chunks_are_views_of_one_buffer_with_every_tensor(max_bytes, is_used_again):
+    """Also where the buffer of the chunk before is filled anew; and its bytes alone give the tensors."""
+    model, memory, found = make_model("qwen2").bfloat16(), torch.empty(0, dtype=torch.uint8), {}
+    source = WeightSource(model, max_bytes)
+
+    def buffer(num_bytes):
+        nonlocal memory
+        if not is_used_again or len(memory) < num_bytes:
+            memory = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        return memory[:num_bytes]
+
+    num_chunks = 0
+    for chunk in source.chunks(buffer):
+        num_chunks += 1
+        assert chunk.flat.data_ptr() == memory.data_ptr() and not found.keys() & dict(chunk.tensors).keys()
+        found |= dict(Chunk(chunk.flat.clone(), json.loads(json.dumps(chunk.places))).tensors)
+    assert num_chunks == len(list(source.buckets()))
+    assert {n: t.nbytes for n, t in found.items()} == dict(source.sizes)
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
 
 
 @pytest.mark.parametrize("model", [make_model("qwen3"), make_gpt2()], ids=["qwen3", "gpt2"])
@@ -59,7 +84,7 @@ def test_adapters_are_merged_and_the_model_stays():
 @pytest.mark.parametrize("wrap", [make_model, make_lora])
 def test_a_tied_head_comes_under_one_name(wrap, is_tied):
     model = wrap("qwen3", tie_word_embeddings=is_tied)
-    name = tied_head(model)
+    name = WeightSource(model).tied_head
     assert (name is not None) == is_tied == ("lm_head.weight" not in flat(model))
     if name is not None:
         assert torch.equal(flat(model)[name], causal_lm(model).get_output_embeddings().weight)
@@ -108,12 +133,12 @@ def test_4bit_weights_are_what_the_layer_multiplies_with(with_adapter):
     ids=["plain", "tied", "lora", "without a layout", "4 bits"],
 )
 def test_the_size_of_all_is_known_before_any_is_made(model):
-    assert all_bytes(model) == sum(tensor.nbytes for tensor in flat(model).values())
+    assert WeightSource(model).num_bytes == sum(tensor.nbytes for tensor in flat(model).values())
 
 
 def test_4bit_weights_count_dequantised():
     model = make_4bit_model("qwen2")
-    for part in buckets(model, 40_000):
+    for part in WeightSource(model, 40_000).buckets():
         assert len(part) == 1 or sum(tensor.nbytes for _, tensor in part) <= 40_000
 
 

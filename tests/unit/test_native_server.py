@@ -32,7 +32,7 @@ from colocate.http.messages import Message
 from colocate.options.run_file import read_overrides
 from colocate.rollout_server.native import serve as serve_module
 from colocate.rollout_server.options import server_urls
-from colocate.rollout_server.trainer import weight_push
+from colocate.rollout_server.trainer import transports
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.trainer.watch import Timeouts, timeouts_among
@@ -103,7 +103,7 @@ class Client:
 def published(engine: RolloutServerEngine, model: Any, version: int) -> str:
     """Send the model's weights; returns their name."""
     engine.update_weights(version)
-    return engine._token
+    return engine._version
 
 
 @pytest.fixture
@@ -195,14 +195,12 @@ def test_requests_for_other_weights_are_refused_by_name_also_those_that_waited(
             assert (status, answer["error"]["message"]) == (409, said)
     assert new != old and client.complete(cache_salt=new)[0] == 200
     # While weights are coming they have no name, and a push cannot begin beside requests.
-    client.tell(
-        "begin", {"id": "run"}, push_id="x", unless=None, replaces=None, tied_head=None, layout="other"
-    )
+    client.tell("begin", {"id": "run"}, push="x", unless=None, replaces=None, tied_head=None, layout="other")
     assert client.complete(cache_salt=new)[0] == 200, "another layout is refused, and the old weights stay"
 
 
 def test_weights_are_those_of_the_trainer_by_messages_alone(server, model, make_engine, monkeypatch):
-    monkeypatch.setattr(weight_push, "PIECE_BYTES", 5000)
+    monkeypatch.setattr(transports, "PIECE_BYTES", 5000)
     engine = make_engine(server, transport="http")
     prompts = make_prompts([3, 7, 12], 2)
     for seed in range(2):
@@ -268,20 +266,20 @@ def test_a_server_that_was_put_to_sleep_unasked_is_sent_its_weights_again(
     )  # for which the push that is given up here is waited for
     engine, prompts = make_engine(server, run_id="run"), make_prompts([3, 7], 2)
     name, client, run = published(engine, model, 8), Client(server, "run"), {"id": "run"}
-    push = dict(push_id="x", unless=None, replaces=None, tied_head=None)
-    client.tell("begin", run, **push, layout=server.loop._receiver._layout[1])
+    push = dict(push="x", unless=None, replaces=None, tied_head=None)
+    client.tell("begin", run, **push, layout=server.loop.receiver._layout[1])
     assert client.ask("POST", "/sleep?level=2")[0] == 200
     state = client.tell("state", run)
-    assert state["is_asleep"] and state["token"] is None
+    assert state["is_asleep"] and state["version"] is None
     chunk = dict(chunk=0, places=[], size_bytes=0, checksum=0, offer={})
-    assert client.tell("receive_chunk", run, push_id="x", **chunk)["is"] == "unknown"
-    push["push_id"] = "y"
-    refused = client.tell("begin", run, **push, layout=server.loop._receiver._layout[1])
+    assert client.tell("receive_chunk", run, push="x", **chunk)["is"] == "unknown"
+    push["push"] = "y"
+    refused = client.tell("begin", run, **push, layout=server.loop.receiver._layout[1])
     assert "POST /wake_up?tags=weights first" in refused["error"]
     with pytest.raises(RuntimeError, match="no memory for them"):
         server.loop._weights.load([])
     assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
-    assert client.tell("state", run)["token"] == name
+    assert client.tell("state", run)["version"] == name
 
 
 # ── An engine that is of no use ──────────────────────────────────────────────────────────────────────────
@@ -377,7 +375,8 @@ def test_the_pool_gives_an_engine_up_that_is_of_no_use(model, make_engine, fault
     pool.wake_up()
     expected = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
     # Its state is asked for before a rollout, and would tell at once.
-    engines[0]._state = lambda: (engines[0]._start_id, engines[0]._token)
+    pusher = engines[0]._pusher
+    pusher.state = lambda: (pusher.start_id, engines[0]._version)
     with hanging(servers[0]) if fault == "hangs" else contextlib.nullcontext():
         if fault == "ends":
             end_thread(servers[0])

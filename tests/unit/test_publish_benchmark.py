@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
 from colocate.rollout_server.trainer import pool as pool_module
-from colocate.rollout_server.trainer import weight_push
+from colocate.rollout_server.trainer import transports, weight_push
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
 from colocate.rollout_server.trainer.pool import EnginePool
 from colocate.rollout_server.trainer.watch import Timeouts
@@ -111,11 +111,11 @@ def test_what_goes_through_the_host_is_counted_whatever_carries_it(name, monkeyp
     assert pushes.host_bytes == pushes.num_bytes and sum(pushes.host_bytes) >= loaded > 0
 
 
-@pytest.mark.parametrize("transport", [weight_push.IpcTransport, weight_push.NcclTransport, None])
+@pytest.mark.parametrize("transport", [transports.IpcTransport, transports.NcclTransport, None])
 def test_only_what_stays_on_gpus_is_not_counted(transport, monkeypatch):
     """A stand-in's pushes, as there is no GPU; a transport that nobody has named counts as the host's."""
 
-    class Unheard(weight_push.HttpTransport): ...
+    class Unheard(transports.HttpTransport): ...
 
     kind = transport or Unheard
     pusher: Any = types.SimpleNamespace(

@@ -11,7 +11,7 @@ from colocate.rollout_server.wire.shared_directory import PREFIX, SharedDirector
 
 PUSHING = """
 import sys
-from colocate.rollout_server.trainer.weight_push import FileTransport
+from colocate.rollout_server.trainer.transports import FileTransport
 transport = FileTransport(sys.argv[1])
 flat = transport.buffer(2**16)
 transport.offer(flat)

@@ -15,7 +15,6 @@ from trtllm_stand_in import GPUS, NEWEST, installed
 
 from colocate.parallel.verdict import PeerError, Peers
 from colocate.types import SamplingParams
-from colocate_trtllm import engine as engine_module
 from colocate_trtllm.engine import TRTLLMEngine
 from colocate_trtllm.ray_server import Placement
 
@@ -120,16 +119,17 @@ def test_an_error_of_the_leader_reaches_the_other_which_does_not_wait_forever(pa
 
 def test_an_error_of_the_other_rank_ends_the_push_for_both(pair, monkeypatch):
     """Rank 1 runs out of memory while it fills its third chunk."""
-    whole = engine_module.chunks
+    whole, num_buffers = HostMemory.buffer, 0
 
-    def chunks(model: Any, memory: Any, max_bytes: int) -> Iterator[Any]:
-        for number, chunk in enumerate(whole(model, memory, max_bytes)):
-            if memory.gpu == GPUS[1] and number == 2:
-                raise torch.OutOfMemoryError("no room for a chunk")
-            yield chunk
+    def buffer(memory: HostMemory, num_bytes: int) -> torch.Tensor:
+        nonlocal num_buffers
+        num_buffers += memory.gpu == GPUS[1]
+        if memory.gpu == GPUS[1] and num_buffers == 3:
+            raise torch.OutOfMemoryError("no room for a chunk")
+        return whole(memory, num_bytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "chunks", chunks)
+        patch.setattr(HostMemory, "buffer", buffer)
         first, second = pair.both(lambda rank: pair.engines[rank].wake_up())
     assert isinstance(second, torch.OutOfMemoryError)
     assert isinstance(first, PeerError) and "no room for a chunk" in str(first)

@@ -25,6 +25,7 @@ from colocate.engines.vllm.arguments import OWN_ARGUMENTS
 from colocate.engines.vllm.groups import check_group_size
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
+from colocate.weights.source import WeightSource
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,8 +105,9 @@ def unstarted(**attributes):
 @pytest.mark.parametrize(("usable", "is_given"), [(19, True), (21, False), (None, False)])
 def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch, device_memory):
     source = SimpleNamespace(wants_sharing=True)
-    engine = unstarted(_model=object(), _group=SimpleNamespace(size=2), _source=source)
-    monkeypatch.setattr(engine_module, "all_bytes", lambda model: 10 * GIB)
+    engine = unstarted(
+        _source=SimpleNamespace(num_bytes=10 * GIB), _group=SimpleNamespace(size=2), _shared=source
+    )
     device_memory(free=100 * GIB)
     usable_bytes = None if usable is None else usable * GIB
     kwargs = engine._memory_kwargs(None, 50 * GIB, usable_bytes, {})
@@ -129,7 +131,7 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch, device_m
 @pytest.mark.parametrize("make", [make_gpt2, lambda: make_model("qwen3")], ids=["no layout", "not fused"])
 def test_a_copy_of_any_model_has_a_share(make, device_memory):
     source = SimpleNamespace(wants_sharing=False)
-    engine = unstarted(_model=make(), _group=SimpleNamespace(size=1), _source=source)
+    engine = unstarted(_source=WeightSource(make()), _group=SimpleNamespace(size=1), _shared=source)
     device_memory(free=100 * GIB)
     assert engine._memory_kwargs(None, 0, None, {}) == {"gpu_memory_utilization": pytest.approx(90 / 140)}
     assert engine._memory_kwargs(None, 0, GIB, {})["kv_cache_memory_bytes"] == GIB
@@ -319,7 +321,7 @@ def test_vllms_first_copy_has_the_size_of_the_model(name):
 
 def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
     model = make_model("qwen3")
-    engine = unstarted(_model=model, _source=shared_weights.WeightSource(model, wants_sharing=True))
+    engine = unstarted(_shared=shared_weights.SharedWeights(model, wants_sharing=True))
     fuse_parameters(layout_for(model))
     size = shared_weights.num_bytes(model)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * size, 10 * size))
@@ -328,7 +330,7 @@ def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monke
         assert engine._utilization(0.5) == pytest.approx(share)
     monkeypatch.setattr(internals, "counts_freed_weights", lambda: True)
     assert engine._utilization(0.1) > 0
-    engine._source.wants_sharing = False
+    engine._shared.wants_sharing = False
     assert engine._utilization(0.5) == 0.5
 
 
@@ -350,8 +352,8 @@ def test_a_vllm_whose_parameters_do_not_match_starts_once_and_copies(
 
     def start(engine, *_, **__):
         # As the loader does when it finds that vLLM keeps its parameters in another form.
-        started.append(engine._source.wants_sharing)
-        engine._source.reason = "lm_head.weight has shape (192, 32) in vLLM and (128, 32) in the trainer"
+        started.append(engine._shared.wants_sharing)
+        engine._shared.reason = "lm_head.weight has shape (192, 32) in vLLM and (128, 32) in the trainer"
         return SimpleNamespace(apply_model=lambda function: [4096])
 
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
@@ -370,7 +372,7 @@ def test_a_vllm_whose_parameters_do_not_match_starts_once_and_copies(
 def test_parameters_that_moved_are_noticed(name):
     model = make_model(name)
     fuse_parameters(layout_for(model))
-    source = shared_weights.WeightSource(model, wants_sharing=True, shared=shared_weights.vllm_views(model))
+    source = shared_weights.SharedWeights(model, wants_sharing=True, shared=shared_weights.vllm_views(model))
     source.check_in_place()
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.add_(1)

@@ -211,7 +211,7 @@ def test_whoever_took_the_port_cannot_answer_for_the_server(make_engine, fake):
     engine.generate(make_prompts([3]), SAMPLING)
 
     def pretend(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-        send_json(handler, 200, {"results": [{"start_id": "x", "token": engine._token}]})
+        send_json(handler, 200, {"results": [{"start_id": "x", "version": engine._version}]})
 
     fake.faults["/collective_rpc state"] = [pretend]
     with pytest.raises(WorkerError, match="not signed with the server's key"):
@@ -235,8 +235,8 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     (shared / "probe").write_text("mark")
     assert fake.message("share", directory=str(shared), mark="mar") == {"is_shared": False}
     assert fake.message("share", directory=str(shared), mark="mark") == {"is_shared": True}
-    fake.message("begin", push_id="p", unless=None, replaces=None, tied_head=None, layout="")
-    chunk = {"push_id": "p", "chunk": 0, "places": [], "size_bytes": 16, "checksum": 0}
+    fake.message("begin", push="p", unless=None, replaces=None, tied_head=None, layout="")
+    chunk = {"push": "p", "chunk": 0, "places": [], "size_bytes": 16, "checksum": 0}
     files = ("1.safetensors", "2.safetensors", "3.safetensors")
     for name in ("/etc/passwd", "../outside/0.safetensors", "probe", *files):
         answer = fake.message("receive_chunk", **chunk, offer={"file": name})
@@ -408,7 +408,7 @@ def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "first")
     assert ask(port_of(fake), "POST", "/pause", {**BEARER, "X-Colocate-Run": "first"}, None)[0] == 200
-    fake.message("begin", "first", push_id="p", unless=None, replaces=None, tied_head=None)
+    fake.message("begin", "first", push="p", unless=None, replaces=None, tied_head=None)
     for _ in range(8):
         claim_as(fake, "first")
         now_s += 0.1

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from colocate.rollout_server.trainer.client import RequestRefused, ServerUnreachable
 from colocate.rollout_server.trainer.completions import requests_of
 from colocate.rollout_server.trainer.engine import RolloutServerEngine
+from colocate.rollout_server.trainer.transports import FileTransport
 from colocate.rollout_server.trainer.watch import Timeouts
-from colocate.rollout_server.trainer.weight_push import FileTransport
 from colocate.types import SamplingParams
-from colocate.weights.buckets import buckets
+from colocate.weights.source import WeightSource
 
 COMPLETIONS = "/v1/completions"
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
@@ -37,7 +37,7 @@ def loaded_exactly(fake: FakeVLLM, model: Any) -> bool:
 
 
 def num_chunks(model: Any) -> int:
-    return len(list(buckets(model, BUCKET_BYTES)))
+    return len(list(WeightSource(model, BUCKET_BYTES).buckets()))
 
 
 # ── Without faults ───────────────────────────────────────────────────────────────────────────────────────
@@ -251,7 +251,7 @@ def test_between_begin_and_finish_nothing_is_generated(make_engine, fake, model)
     with pytest.raises(RuntimeError, match="HTTP 500"):
         engine.update_weights(version=1)
     assert fake.is_paused
-    assert fake.message("state", engine._run_id)["token"] is None
+    assert fake.message("state", engine._run_id)["version"] is None
     # The next rollout mends it first.
     engine.generate(make_prompts([3]), SAMPLING)
     assert loaded_exactly(fake, model) and not fake.is_paused

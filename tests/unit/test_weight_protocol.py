@@ -19,10 +19,10 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.http.key import ServerKey
 from colocate.http.messages import Message
 from colocate.rollout_server.native.weights import NativeWeights
-from colocate.rollout_server.trainer.weight_push import FileTransport
-from colocate.rollout_server.wire.receiver import Receiver, answer_message
-from colocate.rollout_server.wire.weight_wire import checksum_of, layout_hash, layout_of, pack
-from colocate.weights.buckets import all_bytes, buckets, sizes
+from colocate.rollout_server.trainer.transports import FileTransport
+from colocate.rollout_server.wire.receiver import Receiver
+from colocate.weights.chunks import checksum_of, layout_hash
+from colocate.weights.source import WeightSource
 
 
 @pytest.fixture(scope="module", name="model")
@@ -61,7 +61,7 @@ class NativeWorker:
         self._receiver = Receiver(self.loaded)
 
     def colocate_receive(self, message: str, signature: str) -> dict[str, Any]:
-        return answer_message(self._receiver, message, signature)
+        return self._receiver.answer(message, signature)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -71,7 +71,7 @@ class Sender:
     """The chunks of two versions of a model, ready to be sent again, doubled, left out or out of order."""
 
     def __init__(self, model: Any, fake: FakeVLLM | NativeWorker, transport: FileTransport) -> None:
-        self.fake, self.layout, self.directory = fake, layout_hash(sizes(model)), str(transport.directory)
+        self.fake, self.layout, self.directory = fake, WeightSource(model).layout, str(transport.directory)
         self.run = {"id": "run"}
         self.versions: list[dict[str, torch.Tensor]] = []
         self.chunks: list[list[dict[str, Any]]] = []
@@ -81,13 +81,10 @@ class Sender:
                     parameter.add_(1.0)
             self.versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
             found = []
-            for bucket in buckets(model, BUCKET_BYTES):
-                places, size_bytes = layout_of(bucket)
-                flat = transport.buffer(size_bytes)
-                pack(bucket, places, flat)
+            for flat, places in WeightSource(model, BUCKET_BYTES).chunks(transport.buffer):
                 offer = transport.offer(flat)
                 found.append(
-                    dict(places=places, size_bytes=size_bytes, checksum=checksum_of(flat), offer=offer)
+                    dict(places=places, size_bytes=len(flat), checksum=checksum_of(flat), offer=offer)
                 )
             self.chunks.append(found)
         (transport.directory / "probe").write_text("mark")
@@ -101,16 +98,16 @@ class Sender:
         return message.opened(self.fake.worker.colocate_receive(*message.call(1)["args"]))
 
     def begin(self, version: int, **changes: Any) -> dict[str, Any]:
-        asked = dict(push_id=f"push{version}", unless=None, replaces=f"push{1 - version}", tied_head=None)
+        asked = dict(push=f"push{version}", unless=None, replaces=f"push{1 - version}", tied_head=None)
         return self.tell("begin", **{**asked, "layout": self.layout, **changes})
 
     def chunk(self, version: int, number: int) -> dict[str, Any]:
         chunk = self.chunks[version][number]
-        return self.tell("receive_chunk", push_id=f"push{version}", chunk=number, **chunk)
+        return self.tell("receive_chunk", push=f"push{version}", chunk=number, **chunk)
 
     def finish(self, version: int) -> dict[str, Any]:
         num_chunks = len(self.chunks[version])
-        return self.tell("finish", push_id=f"push{version}", token=f"run:{version}", num_chunks=num_chunks)
+        return self.tell("finish", push=f"push{version}", version=f"run:{version}", num_chunks=num_chunks)
 
     def whole_version(self) -> int | None:
         """The version that all weights are of; None: they are a mixture, or those of the start."""
@@ -158,8 +155,8 @@ def test_messages_doubled_left_out_and_out_of_order_name_no_mixture(sender, mess
             for position in range(num_chunks):
                 sender.chunk(version, position)
             sender.finish(version)
-        token = sender.tell("state")["token"]
-        assert token is None or sender.whole_version() == int(token.removeprefix("run:"))
+        named = sender.tell("state")["version"]
+        assert named is None or sender.whole_version() == int(named.removeprefix("run:"))
 
 
 def test_what_comes_again_is_acknowledged_and_not_applied(sender):
@@ -175,10 +172,10 @@ def test_what_is_out_of_order_is_refused_with_what_is_there(sender):
     sender.begin(0)
     sender.chunk(0, 0)
     assert "chunk 2 came where chunk 1 was due" in sender.chunk(0, 2)["error"]
-    here = {"is": "unknown", "push_id": "push0", "num_chunks": 1, "token": None}
+    here = {"is": "unknown", "push": "push0", "num_chunks": 1, "version": None}
     assert sender.chunk(1, 0) == sender.finish(1) == here
     assert "1 chunks came and" in sender.finish(0)["error"]
-    assert sender.tell("state")["token"] is None
+    assert sender.tell("state")["version"] is None
 
 
 def test_weights_of_another_layout_are_refused_and_the_old_ones_stay(sender, model):
@@ -186,9 +183,9 @@ def test_weights_of_another_layout_are_refused_and_the_old_ones_stay(sender, mod
     for number in range(len(sender.chunks[0])):
         sender.chunk(0, number)
     sender.finish(0)
-    other = layout_hash([*sizes(model), ("another", 4)])
+    other = layout_hash([*WeightSource(model).sizes, ("another", 4)])
     assert "another layout" in sender.begin(1, layout=other)["error"]
-    assert sender.tell("state")["token"] == "run:0" and sender.whole_version() == 0
+    assert sender.tell("state")["version"] == "run:0" and sender.whole_version() == 0
     # The next run may have another precision.
     sender.tell("release")
     sender.run = {"id": "next"}
@@ -196,14 +193,15 @@ def test_weights_of_another_layout_are_refused_and_the_old_ones_stay(sender, mod
 
 
 def test_other_weights_than_were_announced_have_no_name(sender, model):
-    sender.begin(0, layout=layout_hash([*sizes(model), ("another", 4)]))
+    sender.begin(0, layout=layout_hash([*WeightSource(model).sizes, ("another", 4)]))
     for number in range(len(sender.chunks[0])):
         sender.chunk(0, number)
     assert "other weights came" in sender.finish(0)["error"]
-    assert sender.tell("state")["token"] is None
+    assert sender.tell("state")["version"] is None
 
 
 def test_a_layout_is_that_of_what_is_sent(model):
-    sent = [(name, t.nbytes) for bucket in buckets(model, BUCKET_BYTES) for name, t in bucket]
-    assert list(sizes(model)) == sent and sum(size for _, size in sent) == all_bytes(model)
-    assert layout_hash(sent) == layout_hash(sizes(model)) != layout_hash(reversed(sent))
+    source = WeightSource(model, BUCKET_BYTES)
+    sent = [(name, tensor.nbytes) for name, tensor in source.tensors()]
+    assert source.sizes == sent and sum(size for _, size in sent) == source.num_bytes
+    assert layout_hash(sent) == source.layout != layout_hash(reversed(sent))

@@ -20,13 +20,13 @@ from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.verdict import Peers
 from colocate.weights.layouts import causal_lm
 from colocate_trtllm.arguments import llm_arguments
-from colocate_trtllm.chunks import CudaMemory
 from colocate_trtllm.engine import TRTLLMEngine
 from colocate_trtllm.ray_server import Placement
 from colocate_trtllm.server import Started, TRTLLMServer
+from colocate_trtllm.shared_memory import CudaMemory
 
 BUCKET_BYTES = 2**12
-"""Less than the embedding of the tests' models has, so that it is split."""
+"""Less than the embedding of the tests' models has, so that it has a chunk of its own."""
 
 
 # ── The trainer's side, without GPUs ─────────────────────────────────────────────────────────────────────
@@ -42,7 +42,7 @@ def rebuild(cls, size, stride, offset, storage_class, dtype, device, path, num_b
 
 
 class HostMemory:
-    """Shared memory of the host as the device's: `chunks.SharedMemory` on the CPU."""
+    """Shared memory of the host as the device's: `SharedMemory` on the CPU."""
 
     def __init__(self, device: Any = None) -> None:
         self.gpu = GPUS[int(os.environ.get("LOCAL_RANK", "0"))]
@@ -50,6 +50,9 @@ class HostMemory:
         self._path, self._flat = "", None
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
+        if self._flat is not None and len(self._flat) >= num_bytes:
+            return self._flat[:num_bytes]
+        self.close()
         handle, self._path = tempfile.mkstemp(dir="/dev/shm")
         os.ftruncate(handle, num_bytes)
         self._flat = torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)

@@ -34,8 +34,11 @@ class RolloutEngine(Protocol):
     counts: WorkCounts
     """Where the engine counts tokens as it draws them, and in `generate` completions; a run puts its own in
     place."""
-    num_restarts: int
-    """The number of times that a vLLM server was lost and came back; 0 for other engines."""
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of times that a rollout server was lost and came back; 0 for other engines."""
+        ...
 
     @property
     def max_len(self) -> int:

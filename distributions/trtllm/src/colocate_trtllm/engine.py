@@ -27,12 +27,12 @@ from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.logprobs_mode import ReportedLogprobs
 from colocate.parallel.verdict import PeerError, Peers, first_line
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.buckets import BUCKET_BYTES, all_bytes, why_not_publishable
 from colocate.weights.layouts import num_embeddings
-from colocate_trtllm.chunks import Chunk, SharedMemory, chunks
+from colocate.weights.source import BUCKET_BYTES, WeightSource, why_not_publishable
 from colocate_trtllm.ray_server import Server
 from colocate_trtllm.sampling import PROCESSED, RAW, DrawnTokens, SamplingRequest, sampling_arguments
 from colocate_trtllm.server import Failed, Started
+from colocate_trtllm.shared_memory import Handle, SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class TRTLLMEngine(TurnEngine):
         group: the ranks that have it together.
         everyone: all ranks of the run, which wait for each other before memory for the KV cache is taken.
         memory: memory of this rank's device that a worker can read.
-        bucket_bytes: size of the buffer by which weights are handed over.
+        bucket_bytes: see `WeightSource`.
 
     Raises:
         ValueError: this policy's weights cannot be handed over.
@@ -84,13 +84,12 @@ class TRTLLMEngine(TurnEngine):
     ) -> None:
         if (reason := why_not_publishable(model)) is not None:
             raise ValueError(f"TensorRT-LLM cannot generate with this policy: {reason}.")
-        self._model: nn.Module | None = model
+        self._source: WeightSource | None = WeightSource(model, bucket_bytes)
         self._server, self._started = server, started
         self._group, self._everyone, self._memory = group, everyone, memory
-        self._bucket_bytes = bucket_bytes
         self._max_len, self._max_len_reason = max_len, f"TensorRT-LLM's max_seq_len = {max_len}"
         self._vocab_size = num_embeddings(model)
-        self._weight_bytes = all_bytes(model) // group.size
+        self._weight_bytes = self._source.num_bytes // group.size
         self._tickets: dict[int, int] = {}
         """Sequences whose turns are under way, by the tickets of their requests."""
         self._next_ticket = itertools.count()
@@ -215,17 +214,16 @@ class TRTLLMEngine(TurnEngine):
         if not self._is_closed:
             super().close()
             self._tickets.clear()
-            self._model = None
+            self._source = None
             self._server.close()
 
     def _push(self) -> None:
         """Send the weights; all ranks of the group raise if one cannot."""
-        assert self._model is not None
         version, number = self.policy_version, 0
         self._lead("begin", version)
         try:
-            for handles, parts in self._chunks_of_all():
-                self._lead("chunk", version, number, handles, parts)
+            for handles in self._chunks_of_all():
+                self._lead("chunk", version, number, handles)
                 number += 1
             self._lead("commit", version, number)
         except BaseException:
@@ -234,16 +232,18 @@ class TRTLLMEngine(TurnEngine):
                     self._server.call("abort", version, timeout_s=PHASE_S)
             raise
 
-    def _chunks_of_all(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Chunk by chunk the handles of every rank by its GPU, and the parts, which are alike on all."""
-        assert self._model is not None
-        source = chunks(self._model, self._memory, self._bucket_bytes)
+    def _chunks_of_all(self) -> Iterator[dict[str, list[tuple[str, Handle]]]]:
+        """Chunk by chunk the handles of every rank's tensors, by its GPU."""
+        assert self._source is not None
+        chunks = self._source.chunks(self._memory.buffer)
         try:
             while True:
-                mine: Chunk | None = None
+                mine: list[tuple[str, Handle]] | None = None
                 error: Exception | None = None
                 try:
-                    mine = next(source, None)
+                    if (chunk := next(chunks, None)) is not None:
+                        mine = [(name, self._memory.handle(tensor)) for name, tensor in chunk.tensors]
+                        self._memory.written()
                 except Exception as caught:
                     error = caught
                 told = self._group.gather((self._memory.gpu, mine, error and first_line(error)))
@@ -253,9 +253,9 @@ class TRTLLMEngine(TurnEngine):
                     raise PeerError(f"Another rank could not prepare its weights: {failures[0]}")
                 if mine is None:
                     return
-                yield {gpu: chunk.handles for gpu, chunk, _ in told if chunk is not None}, mine.parts
+                yield {gpu: handles for gpu, handles, _ in told if handles is not None}
         finally:
-            source.close()  # type: ignore[attr-defined]  # it is a generator
+            self._memory.close()
 
     def _make_room(self) -> None:
         if torch.cuda.is_available():

@@ -69,7 +69,7 @@ def build(parts: EngineParts) -> TRTLLMEngine:
     from colocate.parallel.ray_cluster import RayPlace
     from colocate.parallel.verdict import Peers
     from colocate.weights.layouts import causal_lm
-    from colocate_trtllm import chunks, ray_server
+    from colocate_trtllm import ray_server, shared_memory
     from colocate_trtllm.arguments import MAX_NUM_SEQS, check_installed, llm_arguments, max_len_of
     from colocate_trtllm.engine import TRTLLMEngine
 
@@ -105,7 +105,7 @@ def build(parts: EngineParts) -> TRTLLMEngine:
             max_len=max_len,
             group=group,
             everyone=Peers.all(device),
-            memory=chunks.CudaMemory(device),
+            memory=shared_memory.CudaMemory(device),
         )
     except BaseException:
         server.close()

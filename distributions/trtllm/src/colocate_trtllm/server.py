@@ -187,17 +187,11 @@ class TRTLLMServer:
             await self._cancel_all()
             self._push = _Push(version)
 
-    async def chunk(
-        self,
-        version: int,
-        number: int,
-        handles: Mapping[str, list[Any]],
-        parts: Mapping[str, tuple[int, tuple[int, ...]]],
-    ) -> int:
+    async def chunk(self, version: int, number: int, handles: Mapping[str, list[Any]]) -> int:
         """Load chunk `number`, unless that was done already; returns the number of chunks that are loaded.
 
         Args:
-            handles, parts: see `WeightWorker.receive_chunk`.
+            handles: see `WeightWorker.receive_chunk`.
 
         Raises:
             RuntimeError: another chunk or version is due, or the workers could not load it. The weights are
@@ -210,7 +204,7 @@ class TRTLLMServer:
                 raise RuntimeError(f"Chunk {number} of version {version} came where {due} due.")
             if number == push.num_chunks:
                 self._version = None
-                await self._or_give_up("receive_chunk", dict(handles), dict(parts))
+                await self._or_give_up("receive_chunk", dict(handles))
                 push.num_chunks += 1
             return push.num_chunks
 

@@ -14,7 +14,6 @@ In a rollout phase vLLM takes and gives back memory in this order:
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import time
@@ -43,13 +42,19 @@ from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.open_turns import OpenTurns
 from colocate.engines.vllm.requests import LLMRequest, llm_requests
-from colocate.engines.vllm.shared_weights import WeightSource, forget, num_bytes, start_source, why_not_shared
+from colocate.engines.vllm.shared_weights import (
+    SharedWeights,
+    forget,
+    num_bytes,
+    start_source,
+    why_not_shared,
+)
 from colocate.memory import garbage
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
 from colocate.weights.layouts import causal_lm, layout_for, num_embeddings
 from colocate.weights.shared_views import fuse_parameters
+from colocate.weights.source import BUCKET_BYTES, WeightSource, why_not_publishable
 from colocate.weights.weight_parts import whole_tensor
 
 logger = logging.getLogger(__name__)
@@ -125,16 +130,15 @@ class VLLMEngine(TurnEngine):
         self._is_stale = False
         self.published_bytes = 0
         """Bytes that the last publication moved: 0 where weights are shared."""
-        self._model: nn.Module | None = model
+        self._source: WeightSource | None = WeightSource(model, bucket_bytes)
         self._base: Any = causal_lm(model)
         self._device = next(self._base.parameters()).device
         self._group = TensorParallelGroup(tensor_parallel_size)
-        self._bucket_bytes = bucket_bytes
         self._reported = ReportedLogprobs(logprobs_mode, is_main=self._group.rank == 0)
         # vLLM sleeps on GPUs only. Elsewhere `sleep` only makes `generate` refuse, and frees no memory.
         on_gpu = self._device.type == "cuda"
         self._frees_memory = enable_sleep_mode and on_gpu
-        self._source = self._weight_source(weights, model_impl)
+        self._shared = self._shared_weights(weights, model_impl)
         kwargs = user_kwargs | {
             "max_num_seqs": MAX_NUM_SEQS if max_num_seqs is None and on_gpu else max_num_seqs,
             "max_model_len": max_model_len,
@@ -234,7 +238,7 @@ class VLLMEngine(TurnEngine):
             with internals.reserve_kept():
                 self._llm.wake_up(tags=["weights"])
         if self.shares_weights:
-            self._source.check_in_place()
+            self._shared.check_in_place()
         if self._is_stale:
             self._publish()
         if self._frees_memory:
@@ -258,7 +262,7 @@ class VLLMEngine(TurnEngine):
         if self._is_closed:
             return
         super().close()
-        self._model = self._base = None
+        self._source = self._base = None
         llm, self._llm = self._llm, None
         if self._frees_memory:
             internals.keep_pools()
@@ -272,21 +276,22 @@ class VLLMEngine(TurnEngine):
 
     # ── Start ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _weight_source(self, weights: str, model_impl: str) -> WeightSource:
-        assert self._model is not None
+    def _shared_weights(self, weights: str, model_impl: str) -> SharedWeights:
+        assert self._source is not None
+        model = self._source.model
         reason: str | None = "vllm_weights='buckets'"
         if weights != "buckets":
             size = self._group.size
-            reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl)
+            reason = why_not_shared(model, tensor_parallel_size=size, model_impl=model_impl)
         if reason is None:
             # Here and not where vLLM loads, because memory allocated there is in the pool that sleep drops.
-            fuse_parameters(layout_for(self._model))
+            fuse_parameters(layout_for(model))
         elif weights == "shared":
             raise ValueError(
                 f"vllm_weights='shared' is not possible: {reason}. Set vllm_weights='auto' or 'buckets', "
                 "with which vLLM has its own copy."
             )
-        return WeightSource(self._model, wants_sharing=reason is None, reason=reason or "")
+        return SharedWeights(model, wants_sharing=reason is None, reason=reason or "")
 
     def _memory_kwargs(
         self,
@@ -310,8 +315,8 @@ class VLLMEngine(TurnEngine):
             share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
         kwargs: dict[str, Any] = {"gpu_memory_utilization": share}
         if usable_kv_cache_bytes is not None:
-            assert self._model is not None
-            copy_bytes = 0 if self._source.wants_sharing else all_bytes(self._model) / self._group.size
+            assert self._source is not None
+            copy_bytes = 0 if self._shared.wants_sharing else self._source.num_bytes / self._group.size
             if usable_kv_cache_bytes < KV_CACHE_SHARE * (share * total_bytes - copy_bytes):
                 kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes
         return kwargs
@@ -325,8 +330,7 @@ class VLLMEngine(TurnEngine):
         ):
             import vllm
 
-            assert self._model is not None
-            load_kwargs, key = start_source(self._source)
+            load_kwargs, key = start_source(self._shared)
             if (share := kwargs.get("gpu_memory_utilization")) is not None:
                 kwargs = kwargs | {"gpu_memory_utilization": self._utilization(share)}
             try:
@@ -358,7 +362,7 @@ class VLLMEngine(TurnEngine):
 
     def _note_what_has_started(self) -> None:
         """Read off the running vLLM, which is awake, whether weights are shared and what memory it holds."""
-        self.shares_weights = bool(self._source.shared)
+        self.shares_weights = bool(self._shared.shared)
         self._max_len = internals.max_model_len(self._llm)
         self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
         self._vocab_size = num_embeddings(self._base)
@@ -369,21 +373,21 @@ class VLLMEngine(TurnEngine):
 
     def _utilization(self, share: float) -> float:
         """The `gpu_memory_utilization` with which vLLM takes `share` of the device."""
-        if not (self._frees_memory and self._source.wants_sharing and internals.counts_freed_weights()):
+        if not (self._frees_memory and self._shared.wants_sharing and internals.counts_freed_weights()):
             return share
-        assert self._model is not None
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
-        return max(share - num_bytes(self._model) / total_bytes, SMALLEST_MEMORY_SHARE)
+        return max(share - num_bytes(self._shared.model) / total_bytes, SMALLEST_MEMORY_SHARE)
 
     def _say_where_weights_are(self, asked: str) -> None:
         if self.shares_weights:
             logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
             return
+        assert self._source is not None
         # A reason against sharing that was known before the start was an error then; this one is new.
         say = logger.warning if asked == "shared" else logger.info
         say(
-            f"vLLM has its own copy of the weights, because {self._source.reason}. They are published in "
-            f"buckets of up to {self._bucket_bytes / 2**20:,.0f} MiB before each rollout."
+            f"vLLM has its own copy of the weights, because {self._shared.reason}. They are published in "
+            f"buckets of up to {self._source.max_bytes / 2**20:,.0f} MiB before each rollout."
         )
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
@@ -417,12 +421,13 @@ class VLLMEngine(TurnEngine):
         """Give vLLM the trainer's present weights, and drop the prefixes that it computed with older ones."""
         start = time.perf_counter()
         self.published_bytes = 0
+        assert self._source is not None
         if not self.shares_weights:
             with torch.no_grad():
-                if self._source.is_plain:
+                if self._shared.is_plain:
                     self._llm.apply_model(lambda module: module.load_weights(self._weights()))
                 else:
-                    name = tied_head(self._base)
+                    name = self._source.tied_head
                     head = None if name is None else whole_tensor(self._base.get_parameter(name))
                     internals.reload_weights(self._llm, self._weights(), head)
         if self.published_bytes:
@@ -434,8 +439,8 @@ class VLLMEngine(TurnEngine):
         self._is_stale = False
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        assert self._model is not None
-        for name, tensor in itertools.chain.from_iterable(buckets(self._model, self._bucket_bytes)):
+        assert self._source is not None
+        for name, tensor in self._source.tensors():
             self.published_bytes += tensor.nbytes
             yield name, tensor
 

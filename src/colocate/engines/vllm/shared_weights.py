@@ -12,7 +12,6 @@ The trainer's storage is not in the memory pool that vLLM's sleep drops.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch import Tensor, nn
 
 from colocate.engines.vllm import internals
 from colocate.weights.adapters import base_linear
-from colocate.weights.buckets import buckets
 from colocate.weights.layouts import causal_lm, has_layout, layout_for
 from colocate.weights.quantized import is_4bit
 from colocate.weights.shared_views import fused_view
+from colocate.weights.source import WeightSource
 
 LOAD_FORMAT = "colocate"
 
@@ -37,11 +36,11 @@ VOCABULARY_BLOCK = 64
 FUSED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 """vLLM's linear layers of a decoder layer, in the order of `LayerLayout.projection_groups`."""
 
-_sources: dict[str, WeightSource] = {}
+_sources: dict[str, SharedWeights] = {}
 
 
 @dataclass
-class WeightSource:
+class SharedWeights:
     """The trainer's model as the source of vLLM's weights, and whether vLLM shares or copies them.
 
     Attributes:
@@ -135,7 +134,7 @@ def num_bytes(model: nn.Module) -> int:
     return sum({view.data_ptr(): view.nbytes for view in vllm_views(model).values()}.values())
 
 
-def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
+def start_source(source: SharedWeights) -> tuple[dict[str, Any], str]:
     """The arguments with which vLLM loads from `source`, and the key with which to `forget` it."""
     _register()
     key = str(id(source))
@@ -182,7 +181,7 @@ def _register() -> None:
             source = _sources[self.load_config.model_loader_extra_config["source"]]
             if not (source.wants_sharing and _share(source, model)):
                 with torch.no_grad():
-                    model.load_weights(itertools.chain.from_iterable(buckets(source.model)))
+                    model.load_weights(WeightSource(source.model).tensors())
             self.loaded = _addresses(model)
 
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -203,7 +202,7 @@ def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
     return frozenset((name, parameter.data_ptr()) for name, parameter in model.named_parameters())
 
 
-def _share(source: WeightSource, model: Any) -> bool:
+def _share(source: SharedWeights, model: Any) -> bool:
     """Make vLLM's parameters views of the trainer's storage; False, with a reason noted, if they differ."""
     views = vllm_views(source.model)
     parameters = dict(model.named_parameters())

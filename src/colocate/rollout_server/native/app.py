@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -116,10 +117,8 @@ class RolloutApp:
 
     async def _message(self, request: Request) -> Response:
         content = request.scope[CONTENT]
-        text, signature = content["args"]
-        answer = await asyncio.wait_for(
-            asyncio.wrap_future(self._loop.message(str(text), str(signature))), content["timeout"]
-        )
+        answering = self._loop.do(partial(self._loop.receiver.answer, *content["args"]))
+        answer = await asyncio.wait_for(asyncio.wrap_future(answering), content["timeout"])
         return JSONResponse({"results": [answer]})
 
     async def _pause(self, request: Request) -> Response:

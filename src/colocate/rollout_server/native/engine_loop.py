@@ -1,7 +1,7 @@
 """`EngineLoop`: the thread of a rollout server's engine. It draws, and it alone touches the weights.
 
 requests ──ask──▶ held while paused ▶ refused if they want other weights ▶ Driver ▶ engine
-messages, pauses, sleep ──call──▶ done between two steps
+messages, pauses, sleep ──do──▶ done between two steps
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.http.gate import Refused
 from colocate.http.key import ServerKey
 from colocate.rollout_server.native.weights import NativeWeights
-from colocate.rollout_server.wire.receiver import Receiver, answer_message, other_weights
+from colocate.rollout_server.wire.receiver import Receiver, other_weights
 from colocate.serving.driver import Driver, Job
 from colocate.serving.engine_thread import IDLE_S, EngineThread, step_limit_s
 from colocate.serving.refusal import Refusal
@@ -61,8 +61,9 @@ class EngineLoop(EngineThread):
 
     def __init__(self, engine: NativeEngine, weights: NativeWeights, key: ServerKey) -> None:
         super().__init__(Driver(engine), step_limit_s(engine, weights.device))
-        self._engine, self._weights, self._key = engine, weights, key
-        self._receiver = Receiver(weights)
+        self._engine, self._weights = engine, weights
+        self.receiver = Receiver(weights, key)
+        """The trainer's messages are answered by it, in the engine's thread (`do`)."""
         self._calls: queue.SimpleQueue[_QueuedCall] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
@@ -93,10 +94,6 @@ class EngineLoop(EngineThread):
     def cancel(self, job: Job) -> None:
         """Forget a request, whose client is gone."""
         self._call(partial(self._forget, job), lambda refusal: None)
-
-    def message(self, text: str, signature: str) -> Future[dict[str, Any]]:
-        """Answer a trainer's message to its worker. See `answer_message`."""
-        return self.do(lambda: answer_message(self._receiver, text, signature, self._key))
 
     def pause(self, *, drains: bool = False) -> Future[None]:
         """Stop drawing, until `resume`.
@@ -197,7 +194,7 @@ class EngineLoop(EngineThread):
     def _begin(self, held: _Held) -> None:
         if self.is_paused or self._draining:
             self._held[held.job] = held
-        elif (present := self._receiver.token) is None or held.weights not in (None, present):
+        elif (present := self.receiver.version) is None or held.weights not in (None, present):
             held.job.put(Refused(409, other_weights(held.weights or "any", present)))
         else:
             self._driver.ask(held.job)
@@ -236,7 +233,7 @@ class EngineLoop(EngineThread):
         self.is_paused = True
         self._engine.sleep()
         # Also for who has not said so: a request to sleep may reach a server that was started since.
-        self._receiver.note_sleep(True)
+        self.receiver.note_sleep(True)
         self._weights.drop()
 
     def _wake_up(self, weights: bool, kv_cache: bool) -> None:

@@ -1,4 +1,4 @@
-"""A trainer's requests to a server that may be slow, restarting or gone: JSON over HTTP, calls of workers.
+"""A trainer's requests to a server that may be slow, restarting or gone, and messages to its workers.
 
 It uses the standard library alone. Every request has a deadline, which must also end a read from a server
 that sends a byte now and then. That needs access to the socket, which the usual HTTP clients do not give
@@ -28,6 +28,13 @@ from colocate.options.redaction import redacted
 T = TypeVar("T")
 
 _MAX_DELAY_S = 8.0
+HOW_TO_START = (
+    "Start it with `colocate rollout-serve MODEL`, or, where colocate is installed beside vLLM and with a "
+    f"key of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    "--middleware colocate.rollout_server.vllm.gate.VLLMGate "
+    "--worker-extension-cls colocate.rollout_server.vllm.weight_receiver.WeightReceiver "
+    "--logprobs-mode processed_logprobs --generation-config vllm`"
+)
 
 
 class ServerUnreachable(RuntimeError):
@@ -52,6 +59,10 @@ class KeyRefused(RequestRefused):
 
 class MalformedResponse(ValueError):
     """Raised by a `parse` function for an answer after which the request should be repeated."""
+
+
+class WorkerError(RuntimeError):
+    """A worker answered that it could not do what a message asked; the text says why."""
 
 
 class _HttpCall:
@@ -97,7 +108,7 @@ class HttpClient:
         max_attempts: how often a request is sent at most.
         first_delay_s: pause before the second attempt. It doubles with each further attempt up to 8 s, and
             each pause is multiplied by a random number between 0.5 and 1.5.
-        run_id: sent with every request.
+        run: the run that asks, named in every request and message.
 
     Raises:
         ValueError: `base_url` is not a plain http address, or has a password in it.
@@ -110,7 +121,7 @@ class HttpClient:
         max_in_flight: int = 256,
         max_attempts: int = 5,
         first_delay_s: float = 0.25,
-        run_id: str = "",
+        run: LeaseHolder | None = None,
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
@@ -127,7 +138,7 @@ class HttpClient:
         # A server can listen on 0.0.0.0, all addresses of the machine, but a request goes to one address.
         self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
         self.port = parts.port or 80
-        self.run_id = run_id
+        self.run = run or LeaseHolder("")
         self._key: ServerKey | None = None
         self._prefix = parts.path.rstrip("/")
         self._max_attempts = max_attempts
@@ -264,6 +275,72 @@ class HttpClient:
         future.add_done_callback(self._forget)
         return future
 
+    # ── Messages to the workers ──────────────────────────────────────────────────────────────────────────
+
+    def message(
+        self, do: str, *, deadline_s: float, max_attempts: int | None = None, **arguments: Any
+    ) -> list[dict[str, Any]]:
+        """Send a message to all workers of the server and return their answers by rank (see `receiver`).
+
+        Args:
+            do: the method of `receiver.Receiver` that the workers call, with `arguments`.
+
+        Raises:
+            ServerHeld: another run holds the server.
+            WorkerError: a worker answered that it failed, or its answer is not signed with the server's key.
+            ServerUnreachable, RequestRefused: see `call`.
+        """
+        return self.call(**self._request(do, deadline_s, arguments), max_attempts=max_attempts)
+
+    def submit_message(self, do: str, *, deadline_s: float, **arguments: Any) -> Future[list[dict[str, Any]]]:
+        """Start `message` with these arguments in a thread of the pool."""
+        return self.submit(**self._request(do, deadline_s, arguments))
+
+    def describe(self, *, deadline_s: float) -> list[dict[str, Any]]:
+        """The workers' `Receiver.describe`, by rank.
+
+        Raises:
+            RuntimeError: the server runs without our worker extension or without `/collective_rpc`.
+        """
+        try:
+            return self.message("describe", deadline_s=deadline_s)
+        except KeyRefused:
+            raise
+        except (RequestRefused, ServerUnreachable) as error:
+            raise type(error)(
+                f"The server at {self.base_url} takes no weights from a trainer: {error} {HOW_TO_START}."
+            ) from error
+
+    def _request(self, do: str, deadline_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
+        message = Message(self.key, {"do": do, "run": vars(self.run), **arguments})
+        return {
+            "method": "POST",
+            "path": "/collective_rpc",
+            "body": message.call(deadline_s),
+            "deadline_s": deadline_s,
+            "parse": partial(self._opened, message),
+        }
+
+    def _opened(self, message: Message, content: Any) -> list[dict[str, Any]]:
+        answers = content.get("results") if isinstance(content, dict) else None
+        if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
+            raise MalformedResponse("it has no worker's answer")
+        opened, errors = [], []
+        for rank, answer in enumerate(answers):
+            try:
+                opened.append(message.opened(answer))
+            except ValueError as error:
+                errors.append(f"worker {rank}: {error}")
+        errors += [f"worker {rank}: {a['error']}" for rank, a in enumerate(opened) if "error" in a]
+        if errors:
+            raise WorkerError("; ".join(errors))
+        for answer in opened:
+            if "holder" in answer:
+                raise ServerHeld(_who_holds(self.base_url, answer["holder"]), answer["holder"])
+        return opened
+
+    # ── Calls under way ──────────────────────────────────────────────────────────────────────────────────
+
     def cancel(self, future: Future[Any]) -> None:
         """End what `submit` began. Its connection closes, so that the server stops working on it."""
         if not future.cancel() and (call := self._calls.get(future)) is not None:
@@ -302,8 +379,8 @@ class HttpClient:
             call.use(connection)
             connection.deadline = deadline
             headers = {} if payload is None else {"Content-Type": "application/json"}
-            if self.run_id:
-                headers[RUN_HEADER] = self.run_id
+            if self.run.id:
+                headers[RUN_HEADER] = self.run.id
             if self._key is not None:
                 headers["Authorization"] = authorization(self._key, method, path, payload or b"")
             connection.send(method, self._prefix + path, payload, headers)
@@ -340,92 +417,6 @@ def _message(content: bytes) -> str:
         if isinstance(found, dict) and key in found:
             found = found[key]
     return str(found)[:2000]
-
-
-# ── The workers ──────────────────────────────────────────────────────────────────────────────────────────
-
-HOW_TO_START = (
-    "Start it with `colocate rollout-serve MODEL`, or, where colocate is installed beside vLLM and with a "
-    f"key of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
-    "--middleware colocate.rollout_server.vllm.gate.VLLMGate "
-    "--worker-extension-cls colocate.rollout_server.vllm.weight_receiver.WeightReceiver "
-    "--logprobs-mode processed_logprobs --generation-config vllm`"
-)
-
-
-class WorkerError(RuntimeError):
-    """A worker answered that it could not do what a message asked; the text says why."""
-
-
-class Workers:
-    """All workers of a server; each message goes to every worker (see `receiver`)."""
-
-    def __init__(self, client: HttpClient, run: LeaseHolder) -> None:
-        self._client = client
-        self.run = run
-
-    def start(self, do: str, *, deadline_s: float, **arguments: Any) -> Future[list[dict[str, Any]]]:
-        """Send a message. The future yields the workers' answers by rank, or raises what `call` raises."""
-        return self._client.submit(**self._request(do, deadline_s, arguments))
-
-    def call(
-        self, do: str, *, deadline_s: float, max_attempts: int | None = None, **arguments: Any
-    ) -> list[dict[str, Any]]:
-        """Send a message and return the workers' answers by rank.
-
-        Args:
-            do: the method of `receiver.Receiver` that the workers call, with `arguments`.
-
-        Raises:
-            ServerHeld: another run holds the server.
-            WorkerError: a worker answered that it failed, or its answer is not signed with the server's key.
-            ServerUnreachable, RequestRefused: see `HttpClient.call`.
-        """
-        return self._client.call(**self._request(do, deadline_s, arguments), max_attempts=max_attempts)
-
-    def _request(self, do: str, deadline_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
-        message = Message(self._client.key, {"do": do, "run": vars(self.run), **arguments})
-        return {
-            "method": "POST",
-            "path": "/collective_rpc",
-            "body": message.call(deadline_s),
-            "deadline_s": deadline_s,
-            "parse": partial(self._opened, message),
-        }
-
-    def describe(self, *, deadline_s: float) -> list[dict[str, Any]]:
-        """The workers' `Receiver.describe`, by rank.
-
-        Raises:
-            RuntimeError: the server runs without our worker extension or without `/collective_rpc`.
-        """
-        try:
-            return self.call("describe", deadline_s=deadline_s)
-        except KeyRefused:
-            raise
-        except (RequestRefused, ServerUnreachable) as error:
-            raise type(error)(
-                f"The server at {self._client.base_url} takes no weights from a trainer: {error} "
-                f"{HOW_TO_START}."
-            ) from error
-
-    def _opened(self, message: Message, content: Any) -> list[dict[str, Any]]:
-        answers = content.get("results") if isinstance(content, dict) else None
-        if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
-            raise MalformedResponse("it has no worker's answer")
-        opened, errors = [], []
-        for rank, answer in enumerate(answers):
-            try:
-                opened.append(message.opened(answer))
-            except ValueError as error:
-                errors.append(f"worker {rank}: {error}")
-        errors += [f"worker {rank}: {a['error']}" for rank, a in enumerate(opened) if "error" in a]
-        if errors:
-            raise WorkerError("; ".join(errors))
-        for answer in opened:
-            if "holder" in answer:
-                raise ServerHeld(_who_holds(self._client.base_url, answer["holder"]), answer["holder"])
-        return opened
 
 
 def _who_holds(base_url: str, holder: dict[str, Any]) -> str:

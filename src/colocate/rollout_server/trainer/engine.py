@@ -9,7 +9,6 @@ turns that end one by one whenever some have ended.
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,16 +30,16 @@ from colocate.rollout_server.trainer.client import (
     KeyRefused,
     RequestRefused,
     ServerUnreachable,
-    Workers,
 )
 from colocate.rollout_server.trainer.completions import Request, completions_in, requests_of
-from colocate.rollout_server.trainer.fit import Starts, examine, start_id_of, take
+from colocate.rollout_server.trainer.fit import Starts, examine, take
 from colocate.rollout_server.trainer.open_turns import ServerTurns
+from colocate.rollout_server.trainer.transports import TransportName
 from colocate.rollout_server.trainer.watch import ALONE, ServerWatch, Timeouts, await_all, await_ready
-from colocate.rollout_server.trainer.weight_push import PushInterrupted, TransportName, WeightPusher
+from colocate.rollout_server.trainer.weight_push import PushInterrupted, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import num_embeddings
+from colocate.weights.source import BUCKET_BYTES, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,8 @@ class RolloutServerEngine(TurnEngine):
         server_timeout_s: seconds to wait for a server to start, to come back, or to go on after a pause.
         request_timeout_s: seconds for one prompt's completions, queueing in the server and retries included.
         push_timeout_s: seconds for sending all weights.
-        transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
+        transport, group_host, group_port, directory: see `WeightPusher`.
+        bucket_bytes: see `WeightSource`.
         max_in_flight: largest number of requests under way at once; further ones wait for their turn here.
         timeouts: how soon the server counts as lost.
 
@@ -102,7 +102,6 @@ class RolloutServerEngine(TurnEngine):
     takes_turns = False
     """Whether the server sleeps while the trainers train."""
     _num_updates = 0
-    _start_id: str | None = None
     _checked_start_id = ""
 
     def __init__(
@@ -126,7 +125,8 @@ class RolloutServerEngine(TurnEngine):
         max_in_flight: int = MAX_IN_FLIGHT,
         timeouts: Timeouts = ALONE,
     ) -> None:
-        self._model: nn.Module | None = model
+        # Several pushes at once have the memory of one together.
+        self._source: WeightSource | None = WeightSource(model, max(bucket_bytes // timeouts.num_pushes, 1))
         self._is_main = is_main
         self._barrier = barrier
         self._run_id = run_id or uuid.uuid4().hex
@@ -141,25 +141,24 @@ class RolloutServerEngine(TurnEngine):
             max_in_flight=max_in_flight,
             max_attempts=timeouts.max_attempts,
             first_delay_s=timeouts.first_delay_s,
-            run_id=self._run_id,
+            run=this_run(self._run_id, output_dir),
         )
         self._starts = Starts(self._client.base_url)
         self._open_turns = ServerTurns(self._client, self._watch())
-        self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
             self._client,
-            self._workers,
+            starts=self._starts,
             transport=transport,
             group_host=group_host,
             group_port=group_port,
-            bucket_bytes=max(bucket_bytes // timeouts.num_pushes, 1),
             directory=directory,
             timeout_s=push_timeout_s,
             message_s=timeouts.message_s,
+            answer_s=timeouts.answer_s,
         )
         self._meet_server()
         # `finalize` also releases the server at the end of a process that did not call `close`.
-        self._let_go = weakref.finalize(self, _lease_keeper(self._workers).close) if is_main else lambda: None
+        self._let_go = weakref.finalize(self, _lease_keeper(self._client).close) if is_main else lambda: None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
@@ -201,21 +200,21 @@ class RolloutServerEngine(TurnEngine):
                 torch.cuda.empty_cache()  # the server cannot use what PyTorch holds here
             self._barrier()
             if self._is_main:
-                self._surviving("wake up", self._bring_up_to_date)
+                self._surviving("wake up", self._push)
             self._barrier()
         super().wake_up()
 
     def update_weights(self, version: int) -> None:
         """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
 
-        All processes of the run must call this; the main one sends.
+        All processes of the run must call this; the main one sends. A server that sleeps is sent them when it
+        wakes up.
         """
         self.note_update(version)
-        if self.takes_turns and not self._is_awake:
-            return  # they are sent when it wakes up
-        if self._is_main:
-            self._surviving("take weights", self._bring_up_to_date)
-        self._barrier()
+        if self._is_awake or not self.takes_turns:
+            if self._is_main:
+                self._surviving("take weights", self._push)
+            self._barrier()
 
     def note_update(self, version: int) -> None:
         """Take notice of new weights, which are sent when the server is asked for something or `rejoin`s."""
@@ -223,6 +222,11 @@ class RolloutServerEngine(TurnEngine):
         self._open_turns.abort()
         self._num_updates += 1
         self.policy_version = version
+
+    @property
+    def num_restarts(self) -> int:  # type: ignore[override]
+        """The number of times that the server was lost and came back."""
+        return self._pusher.num_restarts
 
     @property
     def name(self) -> str:
@@ -233,7 +237,7 @@ class RolloutServerEngine(TurnEngine):
         """Whether the lost server and its workers answer again. Any thread may call this."""
         try:
             self._ask("/health", max_attempts=1)
-            self._workers.describe(deadline_s=self._timeouts.answer_s)
+            self._client.describe(deadline_s=self._timeouts.answer_s)
         except (RuntimeError, ValueError, CancelledError):
             return False
         return True
@@ -253,7 +257,7 @@ class RolloutServerEngine(TurnEngine):
                 raise ValueError(
                     f"It came back with a context of {self._max_len} tokens, and had {max_len} before."
                 )
-            self._bring_up_to_date()
+            self._push()
             self._is_awake = True
         except torch.OutOfMemoryError:
             raise
@@ -266,7 +270,7 @@ class RolloutServerEngine(TurnEngine):
         """Release the server, which keeps running and is then free for another run."""
         super().close()
         self._open_turns.abort()
-        self._model = None
+        self._source = None
         self._pusher.reset()
         self._let_go()
         self._client.close()
@@ -274,7 +278,7 @@ class RolloutServerEngine(TurnEngine):
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        start_id = self._bring_up_to_date()
+        start_id = self._push()
         self._count_requests(prompts, sampling)
         futures = [self._send(request, sampling) for request in self._requests(prompts, sampling)]
         try:
@@ -301,7 +305,7 @@ class RolloutServerEngine(TurnEngine):
         turns = self._open_turns
         try:
             if not turns.are_under_way:
-                turns.start_id, turns.watch = self._bring_up_to_date(), self._watch()
+                turns.start_id, turns.watch = self._push(), self._watch()
             turns.send(waiting, start)
             with self._refusals_told(turns.start_id):
                 ended = turns.take(self._timeouts.poll_s)
@@ -317,7 +321,7 @@ class RolloutServerEngine(TurnEngine):
 
     def _requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[Request]:
         return requests_of(
-            prompts, sampling, self._served_name, weights=self._token, is_native=self._is_native
+            prompts, sampling, self._served_name, weights=self._version, is_native=self._is_native
         )
 
     def _send(self, request: Request, sampling: SamplingParams) -> Future[list[Completion]]:
@@ -344,10 +348,10 @@ class RolloutServerEngine(TurnEngine):
 
     def _check_unchanged(self, start_id: str) -> None:
         """Raises ServerRestarted unless the server is that of the start `start_id`, with these weights."""
-        state = self._state()
+        state = self._pusher.state()
         if state[0] != start_id:
             raise ServerRestarted(f"The server at {self._client.base_url} restarted during a rollout.")
-        if state[1] != self._token:
+        if state[1] != self._version:
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
 
     def _watch(self) -> ServerWatch:
@@ -357,46 +361,19 @@ class RolloutServerEngine(TurnEngine):
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _token(self) -> str:
+    def _version(self) -> str:
+        """The name of the present weights on the server. Publications are counted, as somebody may have
+        changed the weights of a policy's version."""
         return f"{self._run_id}:{self._num_updates}"
 
-    def _bring_up_to_date(self) -> str:
+    def _push(self) -> str:
         """Push the weights, unless the server has them. Returns the identity of the server's start."""
-        assert self._model is not None
-        start_id, token = self._state()
-        if token == self._token and not self._pusher.is_unfinished:
-            return start_id
+        assert self._source is not None
+        return self._pusher.push(self._source, self._version, self._check_start)
+
+    def _check_start(self, start_id: str) -> None:
         if start_id != self._checked_start_id:
             self._check_server()  # it may have another model now
-        started_s = time.monotonic()
-        sent_bytes = self._push(start_id)
-        start_id, token = self._state()
-        if token != self._token:
-            raise ServerRestarted(f"The server at {self._client.base_url} restarted after a push.")
-        logger.info(f"Sent {sent_bytes / 2**20:.1f} MiB of weights in {time.monotonic() - started_s:.2f} s.")
-        return start_id
-
-    def _push(self, start_id: str) -> int:
-        """Send the weights, again if the server gave a silent push up. Returns bytes sent."""
-        assert self._model is not None
-        for _ in range(_MAX_LOSSES):
-            try:
-                return self._pusher.push(self._model, self._token)
-            except PushInterrupted as error:
-                if self._state()[0] != start_id:
-                    raise
-                last = error
-        raise last
-
-    def _state(self) -> tuple[str, str | None]:
-        """Identities of the server's start and of its weights; the latter None if its workers disagree."""
-        states = self._workers.call("state", deadline_s=self._timeouts.answer_s)
-        start_id, tokens = start_id_of(states), {state["token"] for state in states}
-        self._starts.note(start_id)
-        self.num_restarts += self._start_id not in (None, start_id)
-        self._start_id = start_id
-        self._pusher.is_asleep = any(state["is_asleep"] for state in states)
-        return start_id, tokens.pop() if len(tokens) == 1 else None
 
     # ── The server ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -466,12 +443,11 @@ class RolloutServerEngine(TurnEngine):
         Args:
             waits: see `take`.
         """
-        assert self._model is not None
+        assert self._source is not None
         answer_s = self._timeouts.answer_s
         facts = examine(
-            self._model,
+            self._source.model,
             self._ask,
-            self._workers,
             self._client,
             self._starts,
             deadline_s=answer_s,
@@ -479,7 +455,7 @@ class RolloutServerEngine(TurnEngine):
         )
         if facts.logprobs_mode != self._reported.mode:
             self._reported = self._report_in(facts.logprobs_mode)
-        take(self._workers, deadline_s=answer_s, waits=waits)
+        take(self._client, deadline_s=answer_s, waits=waits)
         self.takes_turns = facts.can_sleep
         self._checked_start_id = facts.start_id
         self._served_name, self._is_native = facts.served_name, facts.is_native
@@ -502,8 +478,8 @@ class RolloutServerEngine(TurnEngine):
         return self._client.call("GET", path, deadline_s=deadline_s, parse=parse, max_attempts=max_attempts)
 
 
-def _lease_keeper(workers: Workers) -> LeaseKeeper:
+def _lease_keeper(client: HttpClient) -> LeaseKeeper:
     return LeaseKeeper(
-        renew=lambda: workers.call("claim", deadline_s=LEASE_S / 4),
-        release=lambda: workers.call("release", deadline_s=_RELEASE_S, max_attempts=1),
+        renew=lambda: client.message("claim", deadline_s=LEASE_S / 4),
+        release=lambda: client.message("release", deadline_s=_RELEASE_S, max_attempts=1),
     )

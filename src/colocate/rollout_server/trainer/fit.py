@@ -19,7 +19,6 @@ from colocate.rollout_server.trainer.client import (
     HttpClient,
     KeyRefused,
     MalformedResponse,
-    Workers,
 )
 from colocate.rollout_server.wire.weight_wire import SHAPE
 from colocate.version import __version__
@@ -84,7 +83,6 @@ class Starts:
 def examine(
     model: nn.Module,
     ask: Callable[..., Any],
-    workers: Workers,
     client: HttpClient,
     starts: Starts,
     *,
@@ -116,14 +114,14 @@ def examine(
     if (warning := _check_version(version, engine, url)) is not None and is_main:
         logger.warning(f"The server at {url}: {warning}")
     offered = ask("/v1/models", lambda answer: _field(answer, "data")[0])
-    described = workers.describe(deadline_s=deadline_s)
+    described = client.describe(deadline_s=deadline_s)
     first, name = described[0], str(offered["id"])
     check_fit(model, first, name, url)
     _check_context(model, first, int(offered["max_model_len"]), url)
     starts.note(start_id_of(described))
     for _ in range(_MOST_SERVERS):
         client.drop_connections()  # a router may keep each with one server
-        if starts.note(start_id_of(workers.describe(deadline_s=deadline_s))):
+        if starts.note(start_id_of(client.describe(deadline_s=deadline_s))):
             break
     dtype = str(causal_lm(model).get_input_embeddings().weight.dtype).removeprefix("torch.")
     if is_main and first["dtype"] != dtype:
@@ -227,8 +225,8 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
             )
 
 
-def take(workers: Workers, *, deadline_s: float, waits: bool) -> None:
-    """Take the workers' server for their run, also from a run that has ended without releasing it.
+def take(client: HttpClient, *, deadline_s: float, waits: bool) -> None:
+    """Take a server for the client's run, also from a run that has ended without releasing it.
 
     Args:
         deadline_s: for each message.
@@ -240,10 +238,10 @@ def take(workers: Workers, *, deadline_s: float, waits: bool) -> None:
     until_s, instead_of = time.monotonic() + 1.1 * LEASE_S, None
     while True:
         try:
-            workers.call("claim", instead_of=instead_of, deadline_s=deadline_s)
+            client.message("claim", instead_of=instead_of, deadline_s=deadline_s)
             return
         except ServerHeld as error:
-            holder, own = error.holder, workers.run
+            holder, own = error.holder, client.run
             is_mine_or_over = has_ended(holder["process"]) or (
                 holder["process"] == own.process != ""  # a notebook's earlier trainer
             )

@@ -50,7 +50,7 @@ class VLLMGate(gate.Gate):
         async with self._asking:  # requests come by hundreds: one asks for all
             if self._weights != wanted or time.monotonic() - self._asked_s > _TRUSTED_S:
                 self._asked_s = time.monotonic()
-                names = {answer.get("token") for answer in await self._ask_workers(scope, "weights")}
+                names = {answer.get("version") for answer in await self._ask_workers(scope, "weights")}
                 self._weights = names.pop() if len(names) == 1 else None
             if self._weights != wanted:
                 raise Refused(409, other_weights(wanted, self._weights))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
-from colocate.rollout_server.wire.receiver import Receiver, answer_message
+from colocate.rollout_server.wire.receiver import Receiver
 from colocate.rollout_server.wire.weight_wire import SHAPE
 
 
@@ -24,12 +24,12 @@ class WeightReceiver:
     """Base class that vLLM adds to its worker; `/collective_rpc` calls `colocate_receive`."""
 
     def colocate_receive(self, message: str, signature: str) -> dict[str, Any]:
-        """Do what a signed message asks. See `answer_message`; vLLM would answer an exception of this method
+        """Do what a signed message asks. See `Receiver.answer`; vLLM would answer an exception of this method
         with an error 500 without a text."""
         receiver = self.__dict__.get("_colocate_receiver")
         if receiver is None:
             receiver = self.__dict__["_colocate_receiver"] = Receiver(VLLMWeights(self))
-        return answer_message(receiver, message, signature)
+        return receiver.answer(message, signature)
 
 
 class VLLMWeights:

@@ -3,7 +3,7 @@
 It obeys only messages signed with the server's key, most of them only from the run that holds the server. A
 push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may arrive
 twice, and its work is done once; one that is out of order is refused, with the present state as the answer.
-During a push the weights are a mixture of old and new ones, and the token that names them is None.
+During a push the weights are a mixture of old and new ones, and have no version.
 
 A server has one receiver for each of its workers, that is, for each process that has a part of the weights.
 """
@@ -32,13 +32,10 @@ from colocate.rollout_server.wire.weight_wire import (
     GROUP_TIMEOUT_S,
     PROBE,
     NcclGroup,
-    checksum_of,
-    layout_hash,
     open_ipc_handle,
-    size_of,
-    tensors_in,
     visible_gpus,
 )
+from colocate.weights.chunks import Chunk, checksum_of, layout_hash
 
 logger = logging.getLogger(__name__)
 
@@ -86,42 +83,12 @@ class ServedWeights(Protocol):
         ...
 
 
-def answer_message(
-    receiver: Receiver, message: str, signature: str, key: ServerKey | None = None
-) -> dict[str, Any]:
-    """Do what a signed message asks of a worker. It never raises: the caller is told of errors by its answer.
-
-    Args:
-        message: {"do": method, "run": run, ...arguments} as JSON; see `Receiver.answer`.
-        signature: the message's signature; see `messages`.
-        key: the server's key; None: the one in the environment.
-
-    Returns:
-        A signed answer: the method's result, {"error": text}, or {"holder": run} if another run holds the
-        server. If the message is not signed with the key, {"error": text} without a signature.
-    """
-    try:
-        key = key or key_from_environment()
-        if key is None:
-            raise PermissionError(f"the server was started without {VARIABLE}")
-        arguments = opened_message(key, message, signature)
-    except Exception as error:
-        logger.warning(f"colocate: a message was refused: {error}")
-        return {"error": str(error)}
-    try:
-        return sealed_answer(key, receiver.answer(**arguments), signature)
-    except ServerHeld as error:
-        return sealed_answer(key, {"holder": error.holder}, signature)
-    except Exception as error:
-        logger.exception("A message of the trainer failed")
-        return sealed_answer(key, {"error": f"{type(error).__name__}: {error}"}, signature)
-
-
 class Receiver:
     """The state of one worker's weights; its public methods are the messages of a trainer.
 
     Args:
         weights: the worker's weights.
+        key: the server's key; None: the one in the environment.
     """
 
     OF_ANYBODY = ("describe", "weights", "abandon")
@@ -130,13 +97,13 @@ class Receiver:
         *("begin", "keep_piece", "receive_chunk", "finish", "note_sleep"),
     )
 
-    def __init__(self, weights: ServedWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: ServedWeights, key: ServerKey | None = None) -> None:
+        self._weights, self._key = weights, key
         self._device = weights.device
         self._start_id = uuid.uuid4().hex
-        self._token: str | None = None
-        self._push_id: str | None = None
-        self._finished_push_id: str | None = None
+        self._version: str | None = None
+        self._push: str | None = None
+        self._finished: str | None = None
         self._num_chunks = 0
         self._layout: tuple[str, str] | None = None
         """The run whose weights these are, and their layout."""
@@ -151,7 +118,34 @@ class Receiver:
         self._lease = Lease()
         self._directory: str | None = None
 
-    def answer(
+    def answer(self, message: str, signature: str) -> dict[str, Any]:
+        """Do what a signed message asks. It never raises: the caller is told of errors by its answer.
+
+        Args:
+            message: {"do": method, "run": run, ...arguments} as JSON; see `_do`.
+            signature: the message's signature; see `messages`.
+
+        Returns:
+            A signed answer: the method's result, {"error": text}, or {"holder": run} if another run holds the
+            server. If the message is not signed with the key, {"error": text} without a signature.
+        """
+        try:
+            key = self._key or key_from_environment()
+            if key is None:
+                raise PermissionError(f"the server was started without {VARIABLE}")
+            arguments = opened_message(key, message, signature)
+        except Exception as error:
+            logger.warning(f"colocate: a message was refused: {error}")
+            return {"error": str(error)}
+        try:
+            return sealed_answer(key, self._do(**arguments), signature)
+        except ServerHeld as error:
+            return sealed_answer(key, {"holder": error.holder}, signature)
+        except Exception as error:
+            logger.exception("A message of the trainer failed")
+            return sealed_answer(key, {"error": f"{type(error).__name__}: {error}"}, signature)
+
+    def _do(
         self, do: str, run: dict[str, Any] | None = None, instead_of: str | None = None, **arguments: Any
     ) -> dict[str, Any]:
         """Call the method `do` with `arguments`.
@@ -176,10 +170,10 @@ class Receiver:
         return getattr(self, do)(**arguments)
 
     @property
-    def token(self) -> str | None:
-        """The name of the weights, by which requests ask for them; None: they are no trainer's, or a mixture,
-        or asleep."""
-        return None if self._is_asleep else self._token
+    def version(self) -> str | None:
+        """The name of the weights (the run and the version of its policy), by which requests ask for them;
+        None: they are no trainer's, or a mixture, or asleep."""
+        return None if self._is_asleep else self._version
 
     # ── Messages of the trainer ──────────────────────────────────────────────────────────────────────────
 
@@ -196,15 +190,15 @@ class Receiver:
         }
 
     def state(self) -> dict[str, Any]:
-        """`token` names the weights of the last finished push, None before and during a push, and asleep.
+        """`version` names the weights of the last finished push, None before and during a push, and asleep.
 
         `start_id` is different after every start of the server.
         """
-        return {"start_id": self._start_id, "token": self.token, "is_asleep": self._is_asleep}
+        return {"start_id": self._start_id, "version": self.version, "is_asleep": self._is_asleep}
 
     def weights(self) -> dict[str, Any]:
-        """The token of `state`."""
-        return {"token": self.token}
+        """The version of `state`."""
+        return {"version": self.version}
 
     def claim(self) -> dict[str, Any]:
         """Do nothing: `answer` has taken the server for the run that gets this answer."""
@@ -223,7 +217,7 @@ class Receiver:
         """
         if self._lease.holder is not None:
             return {"is": "held"}
-        self._push_id = None
+        self._push = None
         self._weights.end()
         return {"is": "free"}
 
@@ -236,7 +230,7 @@ class Receiver:
         """
         self._is_asleep = is_asleep
         if is_asleep:
-            self._token = self._push_id = None
+            self._version = self._push = None
         return {"start_id": self._start_id}
 
     def share(self, directory: str, mark: str) -> dict[str, Any]:
@@ -263,16 +257,16 @@ class Receiver:
         return {}
 
     def begin(
-        self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None, layout: str
+        self, push: str, unless: str | None, replaces: str | None, tied_head: str | None, layout: str
     ) -> dict[str, Any]:
         """Begin a push: unpack the model for the first chunk.
 
         Args:
-            push_id: id of the push.
-            unless: token of weights; if they are loaded, no push begins.
+            push: id of the push.
+            unless: version of weights; if they are loaded, no push begins.
             replaces: id of an earlier push of this trainer process, which has failed.
             tied_head: name of the weight that is also the head's; None: they are not tied.
-            layout: `weight_wire.layout_hash` of the tensors to come.
+            layout: `layout_hash` of the tensors to come.
 
         Returns:
             {"is": "ready", "start_id": as in `state`}; {"is": "current"} if the weights `unless` are loaded;
@@ -282,11 +276,11 @@ class Receiver:
             ValueError: the run's weights had another layout before. They stay as they are.
         """
         ready = {"is": "ready", "start_id": self._start_id}
-        if self._push_id == push_id:
+        if self._push == push:
             return ready
-        if self._token is not None and self._token == unless:
+        if self._version is not None and self._version == unless:
             return {"is": "current"}
-        if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _PUSH_LEASE_S:
+        if self._push not in (None, replaces) and time.monotonic() - self._last_message_s < _PUSH_LEASE_S:
             return {"is": "busy"}
         run_id = self._run_id
         if self._layout is not None and self._layout[0] == run_id and self._layout[1] != layout:
@@ -295,13 +289,13 @@ class Receiver:
                 f"({self._layout[1][:8]}), which are kept: the trainer's model is another one"
             )
         self._weights.end()  # an earlier push may not have finished
-        self._token, self._push_id, self._num_chunks = None, push_id, 0
+        self._version, self._push, self._num_chunks = None, push, 0
         self._announced_layout, self._sizes = layout, []
         self._last_message_s = time.monotonic()
         self._weights.begin(tied_head)
         return ready
 
-    def keep_piece(self, push_id: str, number: int, base64_text: str) -> dict[str, Any]:
+    def keep_piece(self, push: str, number: int, base64_text: str) -> dict[str, Any]:
         """Keep a piece of the next chunk, at most `PIECE_BYTES`, until all of it has come.
 
         Returns:
@@ -310,7 +304,7 @@ class Receiver:
         Raises:
             ValueError: the piece before has not come.
         """
-        if push_id != self._push_id:
+        if push != self._push:
             return self._unknown()
         self._last_message_s = time.monotonic()
         if number == 0:
@@ -322,7 +316,7 @@ class Receiver:
 
     def receive_chunk(
         self,
-        push_id: str,
+        push: str,
         chunk: int,
         places: list[dict[str, Any]],
         size_bytes: int,
@@ -332,9 +326,9 @@ class Receiver:
         """Load chunk number `chunk`, unless that was done already.
 
         Args:
-            places: see `weight_wire.layout_of`.
+            places: see `Chunk`.
             size_bytes: size of the chunk.
-            checksum: see `weight_wire.checksum_of`.
+            checksum: see `checksum_of`.
             offer: where its bytes are: {"file": name} in the shared directory, {"pieces": number} that have
                 come before, {"ipc": handle}, or {"nccl": True} for a broadcast.
 
@@ -345,7 +339,7 @@ class Receiver:
         Raises:
             ValueError: the chunk before has not come.
         """
-        if push_id != self._push_id:
+        if push != self._push:
             return self._unknown()
         self._last_message_s = time.monotonic()
         if chunk < self._num_chunks:
@@ -355,28 +349,29 @@ class Receiver:
         flat = self._bytes_of(offer, size_bytes)
         if len(flat) != size_bytes or checksum_of(flat) != checksum:
             return {"is": "damaged"}
+        tensors = Chunk(flat, places).tensors
         try:
-            self._weights.load(tensors_in(flat, places))
+            self._weights.load(tensors)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except BaseException:
-            self._push_id = None  # a part of the chunk may be loaded, so a new push is needed
+            self._push = None  # a part of the chunk may be loaded, so a new push is needed
             raise
         self._num_chunks += 1
-        self._sizes += [(place["name"], size_of(place)) for place in places]
+        self._sizes += [(name, tensor.nbytes) for name, tensor in tensors]
         self._last_message_s = time.monotonic()
         return {"is": "loaded"}
 
-    def finish(self, push_id: str, token: str, num_chunks: int) -> dict[str, Any]:
-        """Pack the weights for use, and set the token that names them."""
-        if push_id == self._finished_push_id:
+    def finish(self, push: str, version: str, num_chunks: int) -> dict[str, Any]:
+        """Pack the weights for use, and note their version."""
+        if push == self._finished:
             return {"is": "finished"}
-        if push_id != self._push_id:
+        if push != self._push:
             return self._unknown()
         if num_chunks != self._num_chunks:
             raise ValueError(f"{self._num_chunks} chunks came and {num_chunks} were sent")
         missing, came = self._weights.missing(), layout_hash(self._sizes)
-        self._push_id = None
+        self._push = None
         self._weights.end()
         if came != self._announced_layout:
             raise ValueError(
@@ -389,7 +384,7 @@ class Receiver:
                 f"{missing[0]!r}: the trainer's model is another one"
             )
         self._mapped = None
-        self._token, self._finished_push_id, self._layout = token, push_id, (self._run_id, came)
+        self._version, self._finished, self._layout = version, push, (self._run_id, came)
         return {"is": "finished"}
 
     @property
@@ -401,9 +396,9 @@ class Receiver:
         """The answer to a message of another push than the one under way: the present state."""
         return {
             "is": "unknown",
-            "push_id": self._push_id,
+            "push": self._push,
             "num_chunks": self._num_chunks,
-            "token": self._token,
+            "version": self._version,
         }
 
     # ── Loading ──────────────────────────────────────────────────────────────────────────────────────────

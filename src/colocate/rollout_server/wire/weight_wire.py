@@ -1,17 +1,13 @@
-"""The formats in which trainer and server move weights: the layout of a chunk, and the NCCL group.
+"""The ways on which trainer and server move chunks of weights: an NCCL group, and handles of GPU memory.
 
-A chunk is one flat buffer of bytes, with a list of the tensors' places in it. vLLM's workers also import this
-file, so it imports no large package but torch.
+vLLM's workers also import this file, so it imports no large package but torch.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,59 +36,6 @@ GROUP_TIMEOUT_S = 120.0
 
 PROCESS_SETTINGS = threading.Lock()
 """Held while settings of the whole process change for a moment, as several servers are pushed to at once."""
-
-_ALIGNMENT_BYTES = 16  # a view of any type may begin at a multiple of 16 bytes
-
-
-def layout_of(bucket: Iterable[tuple[str, Tensor]]) -> tuple[list[dict[str, Any]], int]:
-    """Name, type, shape and offset of each tensor of a bucket in its chunk, and the chunk's size in bytes."""
-    places, offset_bytes = [], 0
-    for name, tensor in bucket:
-        places.append(
-            {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset_bytes": offset_bytes,
-            }
-        )
-        size_bytes = tensor.numel() * tensor.element_size()
-        offset_bytes += math.ceil(size_bytes / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return places, offset_bytes
-
-
-def layout_hash(sizes: Iterable[tuple[str, int]]) -> str:
-    """A name for the tensors of a push: SHA-256 of their names and bytes, in the order in which they come."""
-    digest = hashlib.sha256()
-    for name, size_bytes in sizes:
-        digest.update(f"{name} {size_bytes}\n".encode())
-    return digest.hexdigest()
-
-
-def size_of(place: dict[str, Any]) -> int:
-    """Bytes of a tensor in a chunk, from its entry in `layout_of`."""
-    return math.prod(place["shape"]) * getattr(torch, place["dtype"]).itemsize
-
-
-def tensors_in(flat: Tensor, places: Iterable[dict[str, Any]]) -> list[tuple[str, Tensor]]:
-    """The named tensors of a chunk, as views of `flat` [bytes] uint8."""
-    found = []
-    for place in places:
-        part = flat[place["offset_bytes"] : place["offset_bytes"] + size_of(place)]
-        found.append((place["name"], part.view(getattr(torch, place["dtype"])).view(place["shape"])))
-    return found
-
-
-def pack(bucket: Sequence[tuple[str, Tensor]], places: Sequence[dict[str, Any]], flat: Tensor) -> None:
-    """Copy a bucket's tensors to their places in `flat` [bytes] uint8."""
-    for (_, tensor), (_, view) in zip(bucket, tensors_in(flat, places), strict=True):
-        view.copy_(tensor.detach())
-
-
-def checksum_of(flat: Tensor) -> int:
-    """The sum of a chunk's words of 8 bytes, modulo 2^64: a chunk with one changed word has another sum. It
-    is computed on the chunk's device, at the rate of its memory."""
-    return int(flat.view(torch.int64).sum())
 
 
 class NcclGroup:
