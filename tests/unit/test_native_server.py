@@ -465,8 +465,8 @@ def test_a_second_trainer_is_refused_with_the_first_ones_name(server, make_engin
         ("POST", "/v1/completions", {"prompt": [97], "max_tokens": 2}, {}, 400, "vocabulary is 0 to 96"),
         ("POST", "/v1/completions", {"prompt": "text", "max_tokens": 2}, {}, 400, "list of whole numbers"),
         ("POST", "/v1/completions", {"prompt": [], "max_tokens": 2}, {}, 400, "at least one token id"),
-        ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 0}, {}, 400, "max_tokens must be"),
-        ("POST", "/v1/completions", {"prompt": [1], "n": 1.5}, {}, 400, "n must be a whole number"),
+        ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 0}, {}, 400, "max_tokens=0 must be"),
+        ("POST", "/v1/completions", {"prompt": [1], "n": 1.5}, {}, 400, "n=1.5 must be a whole number"),
         ("POST", "/v1/completions", {"prompt": [1], "top_p": 7}, {}, 400, "top_p=7.0, but it must be"),
         (
             "POST",

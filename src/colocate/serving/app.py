@@ -77,12 +77,7 @@ class Service:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
         ]
-        handlers: Any = {Refusal: _tell_refusal, HTTPException: _tell_http_error, Exception: _tell_error}
-        routed = Starlette(routes=routes, exception_handlers=handlers)
-        routed.router.redirect_slashes = (
-            False  # a redirect is no answer of OpenAI's, and names the Host given
-        )
-        self.app = KeyGate(routed, check_key)
+        self.app = KeyGate(application(routes), check_key)
 
     def close(self) -> None:
         """Let go of the threads that read prompts."""
@@ -207,7 +202,7 @@ class Service:
         except Refusal as refusal:  # the status was sent already
             yield _event(refusal.content)
         except Exception as error:
-            yield _event(_as_refusal(error).content)
+            yield _event(as_refusal(error).content)
         finally:
             await pieces.aclose()
 
@@ -263,7 +258,7 @@ class _Turns:
             while left:
                 number, update = await self._update(until_s if waiting else None)
                 if isinstance(update, Exception):
-                    raise _as_refusal(update)
+                    raise as_refusal(update)
                 if isinstance(update, Begun):
                     waiting.discard(number)
                     for choice in self._of_job(number):
@@ -329,7 +324,15 @@ def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
-def _as_refusal(error: Exception) -> Refusal:
+def application(routes: Sequence[Route]) -> Starlette:
+    """The application with these routes, whose errors have the shape of OpenAI's."""
+    handlers: Any = {Refusal: _tell_refusal, HTTPException: _tell_http_error, Exception: _tell_error}
+    routed = Starlette(routes=routes, exception_handlers=handlers)
+    routed.router.redirect_slashes = False  # a redirect is no answer of OpenAI's, and names the Host given
+    return routed
+
+
+def as_refusal(error: Exception) -> Refusal:
     """The refusal by which a caller is told of an error of the engine's."""
     if isinstance(error, Refusal):
         return error

@@ -57,6 +57,15 @@ class Fields:
             raise self.refusal(name, value, f"must be a whole number from {least} to {most}")
         return value
 
+    def wholes(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """A list of whole numbers from `least` to `most`; empty: it is absent."""
+        value = self.any(name)
+        listed = [] if value is None else value
+        is_list = isinstance(listed, list) and all(type(number) is int for number in listed)
+        if not is_list or (listed and not least <= min(listed) <= max(listed) <= most):
+            raise self.refusal(name, value, f"must be a list of whole numbers from {least} to {most}")
+        return tuple(listed)
+
     def number(self, name: str, least: float, most: float) -> float | None:
         """A number from `least` to `most`."""
         value = self.any(name)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from colocate.http.gate import CONTENT, Gate, Refused
+from colocate.http.gate import CONTENT, Gate
 from colocate.http.key import ServerKey
 from colocate.rollout_server.native.engine_loop import Aborted, EngineLoop
 from colocate.rollout_server.native.requests import Asked, CompletionChoice, asked_in, usage
+from colocate.serving.app import application, as_refusal
 from colocate.serving.driver import Begun, Job, Update
 from colocate.serving.refusal import Refusal
 from colocate.serving.server import unless_gone
@@ -49,9 +48,7 @@ class RolloutApp:
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
         ]
-        handlers: Any = {Refused: _tell_refused, Refusal: _tell_refusal}
-        routed = Starlette(routes=routes, exception_handlers=handlers)
-        self.app = Gate(routed, lambda scope: vocab_size, key)
+        self.app = Gate(application(routes), lambda scope: vocab_size, key)
 
     # ── How it is ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,7 +95,7 @@ class RolloutApp:
                 if isinstance(update, Aborted):
                     break
                 if isinstance(update, Exception):
-                    raise _refused(update)
+                    raise as_refusal(update)
                 if isinstance(update, Begun):
                     continue
                 choice = choices[update.choice]
@@ -124,7 +121,7 @@ class RolloutApp:
     async def _pause(self, request: Request) -> Response:
         mode = request.query_params.get("mode", "abort")
         if mode not in ("abort", "wait"):
-            raise Refused(400, f"A pause has mode=abort or mode=wait, not {mode!r:.50}.")
+            raise Refusal(400, f"A pause has mode=abort or mode=wait, not {mode!r:.50}.")
         await asyncio.wrap_future(self._loop.pause(drains=mode == "wait"))
         return JSONResponse({"status": "paused"})
 
@@ -146,20 +143,3 @@ class RolloutApp:
         woken = self._loop.wake_up(weights="weights" in tags, kv_cache="kv_cache" in tags)
         await asyncio.wrap_future(woken)
         return JSONResponse({"status": "awake"})
-
-
-def _refused(error: Exception) -> Exception:
-    """The error that the client gets: status 400 where the engine refuses the request."""
-    if isinstance(error, ValueError):
-        return Refused(400, str(error))
-    return error
-
-
-async def _tell_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return JSONResponse({"error": {"message": str(error)}}, error.status)
-
-
-async def _tell_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return JSONResponse(error.content, error.status)

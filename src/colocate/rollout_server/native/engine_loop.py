@@ -15,7 +15,6 @@ from functools import partial
 from typing import TypeVar
 
 from colocate.engines.native.engine import NativeEngine
-from colocate.http.gate import Refused
 from colocate.http.key import ServerKey
 from colocate.rollout_server.native.weights import NativeWeights
 from colocate.rollout_server.wire.receiver import Receiver, other_weights
@@ -87,7 +86,7 @@ class EngineLoop(EngineThread):
     def ask(self, job: Job, weights: str | None) -> None:
         """Draw a request's completions with the weights of this name (None: any), now or after the pause.
 
-        `job.put` gets `Refused` if others are there then, and `Aborted` if the request was given up.
+        `job.put` gets `Refusal` if others are there then, and `Aborted` if the request was given up.
         """
         self._call(partial(self._begin, _Held(job, weights)), job.put)
 
@@ -195,7 +194,7 @@ class EngineLoop(EngineThread):
         if self.is_paused or self._draining:
             self._held[held.job] = held
         elif (present := self.receiver.version) is None or held.weights not in (None, present):
-            held.job.put(Refused(409, other_weights(held.weights or "any", present)))
+            held.job.put(Refusal(409, other_weights(held.weights or "any", present)))
         else:
             self._driver.ask(held.job)
 

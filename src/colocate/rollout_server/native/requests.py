@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from colocate.http.gate import Refused
+from colocate.serving.fields import Fields
+from colocate.serving.refusal import Refusal
 from colocate.types import Prompt, SamplingParams
 
 _NUMBERS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -39,36 +40,36 @@ def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
         max_len: tokens that a prompt and its completion may have together.
 
     Raises:
-        Refused: it asks for something that is not available, or has a field with a wrong value.
+        Refusal: it asks for something that is not available, or has a field with a wrong value.
     """
-    fields = _RequestFields(content)
-    if (name := content.get("model", model)) != model:
-        raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
-    if not (prompt := fields.integers("prompt", 0, _MOST_TOKEN_ID)):
-        raise Refused(400, "A prompt must be a list of at least one token id; text is for `colocate serve`.")
-    count, limit = fields.integer("n", 1, most=_MOST_MEMBERS), fields.integer("max_tokens", 1)
+    fields = Fields(content)
+    if (name := fields.any("model")) not in (None, model):
+        raise Refusal(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
+    if not (prompt := fields.wholes("prompt", 0, _MOST_TOKEN_ID)):
+        raise Refusal(400, "A prompt must be a list of at least one token id; text is for `colocate serve`.")
+    count, limit = fields.whole("n", 1, _MOST_MEMBERS) or 1, fields.whole("max_tokens", 1, 2**63 - 1) or 1
     if len(prompt) + limit > max_len:
-        raise Refused(
+        raise Refusal(
             400,
             f"A prompt of {len(prompt)} tokens and max_tokens={limit} make {len(prompt) + limit}, and the "
             f"server's context is {max_len} (--max_model_len).",
         )
-    draws = fields.integers("draws", -(2**63), 2**63 - 1) or [fields.integer("seed", 0, least=0), 0, 0]
+    seed_alone = (fields.whole("seed", 0, 2**63 - 1) or 0, 0, 0)
+    draws = fields.wholes("draws", -(2**63), 2**63 - 1) or seed_alone
     if len(draws) != 3 or not 0 <= draws[2] <= 2**63 - 1 - _MOST_MEMBERS:
-        raise Refused(400, "draws must be a seed, a prompt's key, and the number of a group's member.")
+        raise Refusal(400, "draws must be a seed, a prompt's key, and the number of a group's member.")
     seed, key, first = draws
+    numbers = {name: fields.number(name, -sys.float_info.max, sys.float_info.max) for name in _NUMBERS}
     sampling = SamplingParams(
         max_tokens=max_len,
-        top_k=fields.integer("top_k", 0, least=0, most=2**31 - 1) if content.get("top_k") != -1 else 0,
-        stop_token_ids=tuple(fields.integers("stop_token_ids", 0, _MOST_TOKEN_ID)),
+        top_k=max(0, fields.whole("top_k", -1, 2**31 - 1) or 0),
+        stop_token_ids=fields.wholes("stop_token_ids", 0, _MOST_TOKEN_ID),
         seed=seed,
-        **{name: fields.number(name, default) for name, default in _NUMBERS.items()},
+        **{name: _NUMBERS[name] if value is None else value for name, value in numbers.items()},
     )
-    weights = content.get("cache_salt")
-    if not (weights is None or isinstance(weights, str)):
-        raise Refused(400, "cache_salt must be the name of weights.")
+    weights = fields.text("cache_salt")
     limits = (limit,) * count
-    return Asked(Prompt(tuple(prompt), key, range(first, first + count), limits), sampling, weights)
+    return Asked(Prompt(prompt, key, range(first, first + count), limits), sampling, weights)
 
 
 @dataclass
@@ -104,34 +105,3 @@ def usage(asked: Asked, choices: Sequence[CompletionChoice]) -> dict[str, Any]:
         "total_tokens": num_prompt + num_drawn,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-
-
-class _RequestFields:
-    """Reads a request's fields.
-
-    Raises:
-        Refused: a field is of another type than it should be, or out of its range.
-    """
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self._content = content
-
-    def integer(self, name: str, default: int, *, least: int = 1, most: int = 2**63 - 1) -> int:
-        value = self._content.get(name, default)
-        if type(value) is not int or not least <= value <= most:
-            raise Refused(400, f"{name} must be a whole number from {least} to {most}, not {value!r:.50}.")
-        return value
-
-    def integers(self, name: str, least: int, most: int) -> list[int]:
-        value = self._content.get(name)
-        value = [] if value is None else value
-        is_list = isinstance(value, list) and all(type(number) is int for number in value)
-        if not is_list or (value and not least <= min(value) <= max(value) <= most):
-            raise Refused(400, f"{name} must be a list of whole numbers from {least} to {most}.")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self._content.get(name, default)
-        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise Refused(400, f"{name} must be a number of 64 bits, not {value!r:.50}.")
-        return float(value)
