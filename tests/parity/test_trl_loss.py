@@ -404,7 +404,7 @@ def test_advantages(reference: TRLReference, monkeypatch, rewards: str, scale: s
     options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
     reference.configure(options, with_engine=False)
     expected = reference.rollout()["advantages"]
-    ours = compute_advantages(table, NUM_GENERATIONS, weights, AdvantageOptions(scale, aggregation))
+    ours = compute_advantages(table, NUM_GENERATIONS, weights, AdvantageOptions(**options))
     torch.testing.assert_close(ours.advantages, expected, rtol=1e-5, atol=1e-6)
     logged = {name: values[0] for name, values in reference.trainer._metrics["train"].items()}
     assert ours.rewards.nanmean().item() == pytest.approx(logged["reward"])

@@ -336,7 +336,9 @@ def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggreg
     rewards, weights = reward_table(seed, missing), torch.tensor([1.0, -0.5], dtype=torch.float64)
     if scale == "mean":  # of rewards that are not negative, many of them 0
         rewards, weights = rewards.clamp(min=0), weights.abs()
-    ours = compute_advantages(rewards, 4, weights, AdvantageOptions(scale, aggregation)).advantages.numpy()
+    ours = compute_advantages(
+        rewards, 4, weights, AdvantageOptions(scale_rewards=scale, multi_objective_aggregation=aggregation)
+    ).advantages.numpy()
     expected = reference_advantages(rewards.numpy(), 4, weights.numpy(), scale, aggregation)
     np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
@@ -345,9 +347,9 @@ def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggreg
 @given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(["group", "batch", "none"]))
 def test_advantages_of_a_group_are_centred_and_ignore_shifts(seed: int, shift: float, scale: str):
     rewards, weights = reward_table(seed, missing=0.0), torch.ones(2, dtype=torch.float64)
-    ours = compute_advantages(rewards, 4, weights, AdvantageOptions(scale))
+    ours = compute_advantages(rewards, 4, weights, AdvantageOptions(scale_rewards=scale))
     torch.testing.assert_close(ours.advantages.view(-1, 4).sum(1), torch.zeros(3, dtype=torch.float64))
-    moved = compute_advantages(rewards + shift, 4, weights, AdvantageOptions(scale))
+    moved = compute_advantages(rewards + shift, 4, weights, AdvantageOptions(scale_rewards=scale))
     torch.testing.assert_close(moved.advantages, ours.advantages, rtol=1e-6, atol=1e-9)
 
 
@@ -360,7 +362,7 @@ def test_mean_scaling_climbs_the_truncated_log_likelihood(p: float, group: int):
     (expected,) = torch.autograd.grad(truncated, rate)
     outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * group)
     ours = compute_advantages(
-        outcomes.reshape(-1, 1), group, torch.ones(1).double(), AdvantageOptions("mean")
+        outcomes.reshape(-1, 1), group, torch.ones(1).double(), AdvantageOptions(scale_rewards="mean")
     ).advantages.view_as(outcomes)
     logprobs = outcomes * rate.log() + (1 - outcomes) * (1 - rate).log()
     surrogate = (logprobs.detach().sum(1).exp() * (ours * logprobs).mean(1)).sum()
@@ -370,12 +372,12 @@ def test_mean_scaling_climbs_the_truncated_log_likelihood(p: float, group: int):
 def test_mean_scaling_refuses_rewards_below_zero():
     rewards = torch.tensor([[1.0], [-0.5]])
     with pytest.raises(ValueError, match=r"a reward is -0\.5: .* set scale_rewards='group'"):
-        compute_advantages(rewards, 2, torch.ones(1), AdvantageOptions("mean"))
+        compute_advantages(rewards, 2, torch.ones(1), AdvantageOptions(scale_rewards="mean"))
 
 
 def test_unscored_and_equal_completions():
     rewards = torch.tensor([[1.0], [1.0], [math.nan], [2.0], [math.nan], [0.0]])
-    ours = compute_advantages(rewards, 3, torch.ones(1), AdvantageOptions("group"))
+    ours = compute_advantages(rewards, 3, torch.ones(1), AdvantageOptions(scale_rewards="group"))
     assert ours.advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert ours.advantages[3:].tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
     assert ours.rewards.isnan().tolist() == [False, False, True, False, True, False]
@@ -585,13 +587,15 @@ def test_misuse_of_the_parts_is_refused():
         Objective(make_params(beta=0.1))(policy, entropies, unreferenced)
     rewards, weights = torch.zeros(6, 2), torch.ones(2)
     with pytest.raises(ValueError, match="Did you mean 'group'"):
-        compute_advantages(rewards, 3, weights, AdvantageOptions("groups"))
+        compute_advantages(rewards, 3, weights, AdvantageOptions(scale_rewards="groups"))
     with pytest.raises(ValueError, match="Did you mean 'normalize_then_sum'"):
-        compute_advantages(rewards, 3, weights, AdvantageOptions("group", "normalise_then_sum"))
+        compute_advantages(
+            rewards, 3, weights, AdvantageOptions(multi_objective_aggregation="normalise_then_sum")
+        )
     with pytest.raises(ValueError, match="2 are left over"):
-        compute_advantages(rewards, 4, weights, AdvantageOptions("group"))
+        compute_advantages(rewards, 4, weights, AdvantageOptions(scale_rewards="group"))
     with pytest.raises(ValueError, match="2 reward functions"):
-        compute_advantages(rewards, 3, torch.ones(3), AdvantageOptions("group"))
+        compute_advantages(rewards, 3, torch.ones(3), AdvantageOptions(scale_rewards="group"))
     with pytest.raises(ValueError, match=r"entropy_coef_min=0\.2"):
         EntropyController(0.1, EntropyOptions(entropy_coef_min=0.2), use_adaptive_entropy=True)
     with pytest.raises(ValueError, match="entropy_coef_delta=0"):
