@@ -21,7 +21,7 @@ from colocate.kernels.decode import attention
 from colocate.kernels.decode import prefixes as prefixes_module
 from colocate.kernels.decode.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.decode.prefixes import SharedPrefixes
-from colocate.kernels.definitions import Rotation, rms_norm, rotate
+from colocate.kernels.definitions import Rotation, norm_and_rotate
 from colocate.kernels.fp8 import int8
 
 NAN = float("nan")
@@ -44,6 +44,8 @@ class Case:
     num_splits: int = 1
     has_norms: bool = False
     offset: float | None = None
+    pair_distance: int | None = None
+    norms_last: bool = False
     seed: int = 0
     is_page_major: bool = True
     is_8bit: bool = False
@@ -101,7 +103,12 @@ class Case:
         angles = 2 * math.pi * torch.rand(max(1, *contexts), self.head_dim, generator=generator)
         norms = 1 + 0.3 * torch.randn(2, self.head_dim, generator=generator)
         cos, sin, norms = (x.to(self.dtype).to(device) for x in (angles.cos(), angles.sin(), norms))
-        self.rotation = Rotation(cos, sin, *(norms if self.has_norms else (None, None)), EPS, self.offset)
+        if self.pair_distance not in (None, 1):  # a part of the head
+            sin[:, 2 * self.pair_distance :] = 0
+        q_norm, k_norm = norms if self.has_norms else (None, None)
+        self.rotation = Rotation(
+            cos, sin, q_norm, k_norm, EPS, self.offset, self.pair_distance, self.norms_last
+        )
         slots = [
             places[pages[-1]] * self.page_size + (context - 1) % self.page_size if context else -1
             for pages, context in zip(tables, contexts, strict=True)
@@ -154,16 +161,18 @@ class Case:
         qkv, rotation = self.inputs["qkv"].cpu(), self.rotation
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         positions = torch.tensor(self.contexts).sub(1).clamp(min=0)
-        angles = [table.cpu()[positions][:, None] for table in (rotation.cos, rotation.sin)]
-        if self.has_norms:
-            q = rms_norm(q, rotation.q_norm.cpu(), EPS, self.offset)
-            k = rms_norm(k, rotation.k_norm.cpu(), EPS, self.offset)
-        self._rotated_q = rotate(q, *angles)
+        angles = [table.cpu()[positions] for table in (rotation.cos, rotation.sin)]
+        self._rotated_q, rotated_k = (
+            norm_and_rotate(
+                heads, norm if norm is None else norm.cpu(), *angles, EPS, self.offset, self.pair_distance,
+                self.norms_last,
+            )
+            for heads, norm in ((q, rotation.q_norm), (k, rotation.k_norm))
+        )  # fmt: skip
         self._expected = self._pristine.clone()
         self._expected_caches = self._expected.as_strided(
             caches.shape, caches.stride(), caches.storage_offset()
         )
-        rotated_k = rotate(k, *angles)
         for row, slot in enumerate(self.inputs["slots"].tolist()):
             if slot >= 0:
                 page, offset = divmod(slot, self.page_size)
@@ -273,12 +282,14 @@ def cases(draw, dtypes: Sequence[torch.dtype]) -> Case:
         groups,
         num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 5, 6, 7, 12, 24])),
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([2, 16, 24, 64, 80])),
+        head_dim=(head_dim := draw(st.sampled_from([2, 16, 24, 64, 80]))),
         page_size=draw(st.sampled_from([16, 32])),
         dtype=draw(st.sampled_from(dtypes)),
         sliding_window=draw(st.sampled_from([None, None, 1, 17, 50])),
         num_splits=draw(st.sampled_from([s for s in (1, 2, 4, 8, 16) if s <= most_splits])),
         has_norms=draw(st.booleans()),
+        pair_distance=draw(st.sampled_from([None, None, 1, max(head_dim // 8, 1)])),
+        norms_last=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
         is_page_major=draw(st.booleans()),
         is_8bit=draw(st.booleans()),

@@ -44,6 +44,35 @@ def test_norms_of_rows(device, dtype, hidden_size):
     assert_gradients(reference, *(t.cpu() for t in (grad, x, weight, residual)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_norms_of_what_is_added_and_no_norm_of_the_sum(device, dtype, offset):
+    generator = torch.Generator(device).manual_seed(0)
+    x, residual = draw(generator, 2, 7, 1000, dtype=dtype)
+    own, weight = draw(generator, 2, 1000, dtype=dtype)
+    added = definitions.rms_norm(x, own, EPS, offset)
+    normed, summed = add_rms_norm(x, residual, weight, EPS, offset, output_weight=own)
+    # A last bit of the norm is more than one of the sum where the two nearly cancel.
+    loose = 4 * ULP[dtype] * float(added.abs().max())
+    torch.testing.assert_close(summed, added + residual, rtol=ULP[dtype], atol=loose)
+    assert_rounds_like(normed, definitions.rms_norm(summed, weight, EPS, offset), num_float32_ulps=4)
+    for got in add_rms_norm(x, residual, None, EPS, offset, output_weight=own):
+        assert torch.equal(got, summed)
+    assert all(torch.equal(got, x + residual) for got in add_rms_norm(x, residual, None, EPS, offset))
+    assert all(got is x for got in add_rms_norm(x, None, None, EPS, offset))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_gaps_are_normed_in_place(device, dtype):
+    generator = torch.Generator(device).manual_seed(0)
+    whole, weight = draw(generator, 7, 5 * 24, dtype=dtype), draw(generator, 3 * 24, dtype=dtype)
+    part, kept = whole[:, 24:96], whole.clone()
+    expected = rms_norm(part.contiguous(), weight, EPS, 0.0)
+    assert rms_norm(part, weight, EPS, 0.0, out=part) is part
+    assert torch.equal(part, expected)
+    assert torch.equal(whole[:, :24], kept[:, :24]) and torch.equal(whole[:, 96:], kept[:, 96:])
+
+
 def assert_gradients(gradients, grad: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -> None:
     """Against autograd of the plain formula in float64."""
     leaf, wide_weight = (t.double().requires_grad_() for t in (x, weight))

@@ -54,6 +54,11 @@ def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[ob
         ),
         "gate": (operations.gate, [silu, gate_up]),
         "gate_backward": (operations.gate_backward, [grad, silu, gate_up]),
+        "gate of GELU": (operations.gate, [ACT2FN["gelu_pytorch_tanh"], gate_up]),
+        "gate_backward of GELU": (
+            operations.gate_backward,
+            [grad, ACT2FN["gelu_pytorch_tanh"], gate_up],
+        ),
         "gate with adapters": (operations.gate, [silu, gate_up, low_rank]),
         "gate_backward with adapters": (
             operations.gate_backward,
@@ -72,9 +77,9 @@ def launches(monkeypatch) -> list[str]:
     """Names of the kernels' functions that operations have called."""
     called: list[str] = []
 
-    def recorded(function: Callable[..., object], *args: object) -> object:
+    def recorded(function: Callable[..., object], *args: object, **options: object) -> object:
         called.append(function.__name__)
-        return function(*args)
+        return function(*args, **options)
 
     for module, names in (
         (norms, ("rms_norm", "rms_norm_backward")),

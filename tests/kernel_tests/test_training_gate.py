@@ -20,17 +20,33 @@ from colocate.weights.low_rank import MAX_RANK, LowRank
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-def assert_gradients(grad, gate_up, grad_gate_up) -> None:
+def activated(gates, *, is_gelu: bool):
+    return F.gelu(gates, approximate="tanh") if is_gelu else F.silu(gates)
+
+
+def gelu_argument(gates):
+    """The argument of the logistic function, as GELU is x sigmoid(2 u): torch's 1 + tanh(u) keeps fewer
+    digits far below 0."""
+    return (8 / torch.pi) ** 0.5 * (gates + 0.044715 * gates**3)
+
+
+def assert_gradients(grad, gate_up, grad_gate_up, *, is_gelu: bool = False) -> None:
     """Against autograd of the plain formula in float64."""
     leaf = gate_up.double().requires_grad_()
     gates, up = leaf.chunk(2, dim=1)
-    (gates * gates.sigmoid() * up).backward(grad.double())
+    argument = gelu_argument(gates) if is_gelu else gates
+    (gates * argument.sigmoid() * up).backward(grad.double())
     exact_gates, exact_up = leaf.grad.chunk(2, dim=1)
     grad_gates, grad_up = grad_gate_up.chunk(2, dim=1)
     gates, up = gates.detach(), up.detach()
-    terms = gates.sigmoid() * (1 + gates.abs() * (-gates).sigmoid())
-    # float32's exp(x) is off by |x| last bits.
-    scale = (grad.double() * up).abs() * terms * (1 + gates.abs() / 16)
+    argument, slope = argument.detach(), torch.ones_like(gates)
+    if is_gelu:
+        slope = (8 / torch.pi) ** 0.5 * (1 + 3 * 0.044715 * gates**2)
+    terms = argument.sigmoid() * (1 + gates.abs() * slope * (-argument).sigmoid())
+    # float32's exp(x) is off by |x| last bits, and GELU's x has roundings of its own.
+    scale = (grad.double() * up).abs() * terms * (1 + argument.abs() / (2 if is_gelu else 16))
+    if is_gelu:  # whose slopes get so small that float32 keeps few digits of them
+        scale = scale + 1e-28
     assert_rounded_once(grad_gates, exact_gates, scale)
     # silu(gate) is rounded before the product, as the forward pass multiplies it.
     rtol = 1.01 * ULP[grad.dtype] + 64 * ULP[torch.float32]
@@ -42,18 +58,23 @@ def assert_gradients(grad, gate_up, grad_gate_up) -> None:
     num_tokens=st.integers(0, 4),
     width=st.sampled_from([1, 100, 1024, 2500]),
     dtype=dtypes,
+    is_gelu=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_silu_mul(device, num_tokens, width, dtype, seed):
+def test_silu_mul(device, num_tokens, width, dtype, is_gelu, seed):
     generator = torch.Generator(device).manual_seed(seed)
     gate_up = 6 * draw(generator, num_tokens, 2 * width, dtype=dtype)
     grad = draw(generator, num_tokens, width, dtype=dtype)
     gates, up = gate_up.chunk(2, dim=1)
-    output = silu_mul(strided(gate_up))
-    assert_rounds_like(output, F.silu(gates) * up, num_float32_ulps=16)
-    grad_gate_up, again = silu_mul_backward(strided(grad), strided(gate_up))
+    output = silu_mul(strided(gate_up), is_gelu=is_gelu)
+    # Far below 0 torch's 1 + tanh(u) keeps no digit in float32.
+    close = gates.float() > -3 if is_gelu else torch.ones_like(gates, dtype=torch.bool)
+    expected = activated(gates, is_gelu=is_gelu) * up
+    assert_rounds_like(output[close], expected[close], num_float32_ulps=256 if is_gelu else 16)
+    torch.testing.assert_close(output, expected, rtol=ULP[dtype], atol=2e-5)
+    grad_gate_up, again = silu_mul_backward(strided(grad), strided(gate_up), is_gelu=is_gelu)
     assert torch.equal(again, output)
-    assert_gradients(grad, gate_up, grad_gate_up)
+    assert_gradients(grad, gate_up, grad_gate_up, is_gelu=is_gelu)
 
 
 def test_large_gates(device):
@@ -98,9 +119,10 @@ def assert_near_sum(got, base, low_rank: LowRank) -> None:
     width=st.sampled_from([1, 100, 130]),
     ranks=st.lists(st.sampled_from([1, 8, 32, MAX_RANK]), min_size=3, max_size=3),
     dtype=dtypes,
+    is_gelu=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_adapters_are_added_on_the_way(device, num_tokens, width, ranks, dtype, seed):
+def test_adapters_are_added_on_the_way(device, num_tokens, width, ranks, dtype, is_gelu, seed):
     generator = torch.Generator(device).manual_seed(seed)
     gate_up = 3 * draw(generator, num_tokens, 2 * width, dtype=dtype)
     grad = draw(generator, num_tokens, width, dtype=dtype)
@@ -109,12 +131,12 @@ def test_adapters_are_added_on_the_way(device, num_tokens, width, ranks, dtype, 
     whole, whole_grad = low_rank.added_to(gate_up), grad_low_rank.added_to(grad)
     assert_near_sum(whole, gate_up, low_rank)
     assert_near_sum(whole_grad, grad, grad_low_rank)
-    # One last bit of a sum moves what follows by its slope: |d silu| < 1.1.
+    # One last bit of a sum moves what follows by its slope: |d silu| < 1.1, |d gelu| < 1.13.
     loose = dict(rtol=4 * ULP[dtype], atol=4 * ULP[dtype] * float(whole.abs().max()) ** 2)
-    output = silu_mul_low_rank(gate_up, low_rank)
-    torch.testing.assert_close(output.double(), silu_mul(whole).double(), **loose)
-    grad_gate_up, again = silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
-    want_grad, _ = silu_mul_backward(whole_grad, whole)
+    output, kind = silu_mul_low_rank(gate_up, low_rank, is_gelu=is_gelu), dict(is_gelu=is_gelu)
+    torch.testing.assert_close(output.double(), silu_mul(whole, **kind).double(), **loose)
+    grad_gate_up, again = silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank, **kind)
+    want_grad, _ = silu_mul_backward(whole_grad, whole, **kind)
     torch.testing.assert_close(again.double(), output.double(), **loose)
     loose["atol"] *= max(1.0, float(whole_grad.abs().max()))
     torch.testing.assert_close(grad_gate_up.double(), want_grad.double(), **loose)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, draw, dtypes, few, strided
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from colocate.kernels import definitions
 from colocate.kernels.layer.rotary import rotate, rotate_backward
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,6 +20,16 @@ Norms = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 def strided_heads(x: torch.Tensor) -> torch.Tensor:
     """The same [T, heads, D], a token's part of it contiguous, in rows of a wider tensor of NaN."""
     return strided(x.flatten(1)).unflatten(1, x.shape[1:])
+
+
+def places_of_halves(head_dim: int, pair_distance: int | None) -> list[int]:
+    """Where the first values of a head's pairs are, then where the second are."""
+    half, size = range(head_dim // 2), pair_distance or head_dim // 2
+    if pair_distance == 1:
+        return [2 * i for i in half] + [2 * i + 1 for i in half]
+    rest = [2 * size + i for i in range(head_dim - 2 * size)]
+    firsts, seconds = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    return [*range(size), *firsts, *range(size, 2 * size), *seconds]
 
 
 def module_norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -107,9 +118,10 @@ def _double(norms: Norms) -> Norms:
     head_dim=st.sampled_from([2, 64, 80, 96, 128, 256]),
     dtype=dtypes,
     has_norms=st.booleans(),
+    pairs=st.sampled_from(["halves", "neighbours", "part"]),
     seed=st.integers(0, 2**31),
 )
-def test_rotate(device, num_tokens, heads, head_dim, dtype, has_norms, seed):
+def test_rotate(device, num_tokens, heads, head_dim, dtype, has_norms, pairs, seed):
     generator = torch.Generator(device).manual_seed(seed)
     num_heads, num_kv_heads = heads
     qkv = draw(generator, num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
@@ -118,15 +130,60 @@ def test_rotate(device, num_tokens, heads, head_dim, dtype, has_norms, seed):
     norms: Norms = (None, None)
     if has_norms:
         norms = draw(generator, head_dim, dtype=dtype), draw(generator, head_dim, dtype=dtype)
-    q, k = rotate(strided_heads(qkv), cos, sin, num_heads, *norms, EPS)
-    assert_rotated(q, k, qkv, cos, sin, norms)
+    distance = {"halves": None, "neighbours": 1, "part": max(head_dim // 8, 1)}[pairs]
+    if pairs == "part":
+        sin[:, 2 * distance :] = 0
+    q, k = rotate(strided_heads(qkv), cos, sin, num_heads, *norms, EPS, None, distance)
+    # Any pairing is the usual one of the values in another order.
+    order = places_of_halves(head_dim, distance)
+    angles = cos[:, order], sin[:, order]
+    ordered_norms = norms if norms[0] is None else tuple(norm[order] for norm in norms)
+    heads_in_order = [x[..., order].contiguous() for x in (q, k, qkv)]
+    assert q.is_contiguous() and k.is_contiguous()
+    assert_rotated(*heads_in_order, *angles, ordered_norms)
 
     grads = [draw(generator, num_tokens, n, head_dim, dtype=dtype) for n in (num_heads, *[num_kv_heads] * 2)]
     grad_qkv, *grad_norms = rotate_backward(
-        *(strided_heads(grad) for grad in grads), strided_heads(qkv), cos, sin, *norms, EPS
+        *(strided_heads(grad) for grad in grads), strided_heads(qkv), cos, sin, *norms, EPS, None, distance
     )
     assert grad_qkv.is_contiguous()
-    assert_gradients(grads, qkv, cos, sin, norms, grad_qkv, grad_norms)
+    grads = [grad[..., order] for grad in grads]
+    grad_norms = [None if grad is None else grad[order] for grad in grad_norms]
+    assert_gradients(grads, heads_in_order[2], *angles, ordered_norms, grad_qkv[..., order], grad_norms)
+
+
+@pytest.mark.parametrize("pair_distance", [None, 1, 6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_norms_after_the_rotation(device, dtype, pair_distance):
+    generator = torch.Generator(device).manual_seed(0)
+    num_heads, num_kv_heads, head_dim = 3, 1, 24
+    split = [num_heads, num_kv_heads, num_kv_heads]
+    qkv, grad = draw(generator, 2, 5, sum(split), head_dim, dtype=dtype)
+    cos, sin = draw(generator, 2, 5, head_dim, dtype=dtype)
+    norms = tuple(draw(generator, 2, head_dim, dtype=dtype))
+    if pair_distance == 6:
+        sin[:, 12:] = 0
+    constants = EPS, None, pair_distance, True
+    grads = grad.split(split, dim=1)
+    turned = rotate(strided_heads(qkv), cos, sin, num_heads, *norms, *constants)
+    grad_qkv, *grad_norms = rotate_backward(*grads, qkv, cos, sin, *norms, *constants)
+
+    leaf, *weights = (x.double().requires_grad_() for x in (qkv, *norms))
+    for x, norm, wide, exact_norm, part, of_part in zip(
+        turned, norms, leaf.split(split, dim=1), weights, qkv.split(split, dim=1), grads, strict=False
+    ):
+        expected = definitions.norm_and_rotate(part, norm, cos, sin, *constants)
+        loose = 4 * ULP[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(x, expected, rtol=ULP[dtype], atol=loose)
+        heads = definitions.rotate(wide, *(t.double()[:, None] for t in (cos, sin)), pair_distance)
+        (heads * (heads.square().mean(-1, keepdim=True) + EPS).rsqrt() * exact_norm).backward(
+            of_part.double()
+        )
+    close = dict(rtol=8 * ULP[dtype], atol=16 * ULP[dtype] * float(leaf.grad.abs().max()))
+    torch.testing.assert_close(grad_qkv[:, :-num_kv_heads].double(), leaf.grad[:, :-num_kv_heads], **close)
+    assert torch.equal(grad_qkv[:, -num_kv_heads:], grads[2])
+    for grad_norm, weight in zip(grad_norms, weights, strict=True):
+        torch.testing.assert_close(grad_norm.double(), weight.grad, **close)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def check(found: list[Fallback], said: str | None, *, is_costly: bool) -> None:
         ({}, None),
         (dict(capability=(8, 0)), r"SwiGLU .* H200\), and this GPU has 8.0"),
         (dict(capability=(12, 0)), "this GPU has 12.0"),
-        (dict(activation=GELU), "gate .* computes SiLU, and the model has GELU"),
+        (dict(activation=GELU), "gate .* compute SiLU and .*, and the model has GELU"),
         (dict(head_size=320), "Attention .* up to 256 values, a multiple of 8, and these have 320"),
         (dict(head_size=36), "and these have 36"),
     ],

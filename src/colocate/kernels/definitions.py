@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
 
 from colocate.weights.low_rank import LowRank
 
@@ -25,7 +25,8 @@ changes all draws."""
 
 @dataclass(frozen=True)
 class Rotation:
-    """The steps of heads of queries and keys before attention: norms (Qwen3's), then rotary embedding."""
+    """The steps of heads of queries and keys before attention: norms (Qwen3's), then rotary embedding, or in
+    the other order."""
 
     cos: Tensor  # [positions, D] in the model's type, contiguous
     sin: Tensor  # [positions, D] in the model's type, contiguous
@@ -33,6 +34,12 @@ class Rotation:
     k_norm: Tensor | None  # [D], there if `q_norm` is
     eps: float  # of the norms
     offset: float | None = None  # of the norms' weights, see `rms_norm`
+    pair_distance: int | None = None
+    """From the first to the second of two values that are turned with one another: 1, neighbours (GLM-4), or
+    half of the part of a head that is turned (Phi-4-mini); None: half of the head. Values that are not turned
+    have an angle of 0 in the tables."""
+    norms_last: bool = False
+    """Whether the norms come after the rotation (Hunyuan's)."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -60,23 +67,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None)
     return (normed * (offset + wide(weight))).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864): value i of a head is turned with value i + D / 2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pair_distance: int | None = None) -> Tensor:
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864): value i of a head is turned with value i + D / 2,
+    or as `Rotation.pair_distance` says.
 
     Args:
         x: [T, heads, D].
         cos, sin: [T, 1, D].
     """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * cos + partners(x, pair_distance) * sin
+
+
+def partners(x: Tensor, pair_distance: int | None) -> Tensor:
+    """The other value of each value's pair in heads [..., D], negated at the first of the two. The negative
+    of this is its transpose."""
+    if pair_distance == 1:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((-second, first), dim=-1).flatten(-2)
+    turned = x if pair_distance is None else x[..., : 2 * pair_distance]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((-second, first, x[..., turned.shape[-1] :]), dim=-1)
 
 
 def norm_and_rotate(
-    heads: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, eps: float, offset: float | None = None
+    heads: Tensor,
+    norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> Tensor:
-    """`rotate` of heads [T, heads, D], after their norm with weights `norm` [D] where there is one."""
-    normed = heads if norm is None else rms_norm(heads, norm, eps, offset)
-    return rotate(normed, cos[:, None], sin[:, None])
+    """`rotate` of heads [T, heads, D], after their norm with weights `norm` [D] where there is one, or before
+    it."""
+    if norm is not None and not norms_last:
+        heads = rms_norm(heads, norm, eps, offset)
+    heads = rotate(heads, cos[:, None], sin[:, None], pair_distance)
+    return rms_norm(heads, norm, eps, offset) if norm is not None and norms_last else heads
 
 
 def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None) -> Tensor:
@@ -92,8 +120,18 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the activation is SiLU, the one that the gate's kernels compute."""
+    """Whether the activation is SiLU."""
     return activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
+
+
+def is_tanh_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the activation is the tanh approximation of GELU."""
+    return isinstance(activation, GELUTanh) or getattr(activation, "approximate", None) == "tanh"
+
+
+def has_gate_kernels(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the gate's kernels compute the activation."""
+    return is_silu(activation) or is_tanh_gelu(activation)
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colocate.kernels.checks.kernel_check import CheckOutcome
-from colocate.kernels.definitions import is_silu
+from colocate.kernels.definitions import has_gate_kernels
 
 TESTED = {
     "PyTorch": ("2.11", "2.15"),
@@ -145,7 +145,9 @@ def why_not_flash(dtype: torch.dtype, head_size: int) -> str | None:
 def why_not_gate(activation: Callable[[Tensor], Tensor]) -> str | None:
     """The reason why the gate's kernels do not compute this activation; None: they do."""
     name = getattr(activation, "__name__", type(activation).__name__)
-    return None if is_silu(activation) else f"its kernel computes SiLU, and the model has {name}"
+    if has_gate_kernels(activation):
+        return None
+    return f"its kernels compute SiLU and the tanh approximation of GELU, and the model has {name}"
 
 
 def why_not_fast_products(capability: tuple[int, int], dtype: torch.dtype) -> str | None:

@@ -174,6 +174,8 @@ def decode_attention(
         eps=rotation.eps,
         NUM_PARTS=len(qkv) if qkv.dim() == 4 else 1,
         OFFSET=rotation.offset,
+        DISTANCE=rotation.pair_distance,
+        NORMS_LAST=rotation.norms_last,
         NUM_KV_HEADS=num_kv_heads,
         RATIO=ratio,
         HEAD_DIM=head_dim,

@@ -15,7 +15,8 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
                 In 8 bits k_cache and v_cache are bytes, and the scales of a head's vectors (`int8.quantize`)
                 are behind its part of a page
     *_stride    from one row, page or table to the next, in elements
-    scale_log2  the scores' scale times log2(e); eps and OFFSET belong to the heads' norms
+    scale_log2  the scores' scale times log2(e); eps, OFFSET and NORMS_LAST belong to the heads' norms,
+                DISTANCE to their rotation (`definitions.Rotation`)
     shapes      NUM_KV_HEADS = K, RATIO = R, HEAD_DIM = D, PADDED_DIM: D rounded up to a power of two,
                 NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
                 WINDOW: keys that a query sees, or 0 for all, HEAD_BLOCK: elements from one head's part of a
@@ -40,8 +41,34 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
-def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
-    """Cosines and sines at `positions`, shaped like `mask` [queries, D]; the first half's sines are negated.
+def _is_first(dims, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
+    """Whether the values of a head at `dims` are the first of their pairs."""
+    if DISTANCE is None:
+        is_first = dims < HEAD_DIM // 2
+    elif DISTANCE == 1:
+        is_first = dims % 2 == 0
+    else:
+        is_first = dims < DISTANCE
+    return is_first
+
+
+@triton.jit
+def _partners(dims, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
+    """Where the other values of the pairs are; for values that are not turned, themselves."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if DISTANCE is None:
+        partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    elif DISTANCE == 1:
+        partners = dims ^ 1
+    else:
+        partners = tl.where(dims < DISTANCE, dims + DISTANCE, dims - DISTANCE)
+        partners = tl.where(dims < 2 * DISTANCE, partners, dims)
+    return partners
+
+
+@triton.jit
+def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
+    """Cosines and sines at `positions`, shaped like `mask` [queries, D]; the first values' sines are negated.
 
     They are read once per query: in the layout of the heads they need no exchange between threads, and all
     but the first read hit the L1 cache.
@@ -49,7 +76,7 @@ def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
     first = tl.maximum(positions, 0).to(tl.int64) * HEAD_DIM
     cosine = tl.load(cos + first + dims, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sin + first + dims, mask=mask, other=0.0).to(tl.float32)
-    return cosine, tl.where(dims < HEAD_DIM // 2, -sine, sine)
+    return cosine, tl.where(_is_first(dims, HEAD_DIM, DISTANCE), -sine, sine)
 
 
 @triton.jit
@@ -64,23 +91,30 @@ def _head_values(pointers, mask, part_stride, NUM_PARTS: tl.constexpr, DTYPE: tl
 @triton.jit
 def _rotated(
     heads, part_stride, dims, mask, cosine, sine, norm, eps,
-    NUM_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr,
+    NUM_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMS_LAST: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
+    """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated, or rotated and
+    normed.
 
     Values are rounded where `rotary.rotate_and_store` rounds, so that prompts and completions get equal keys.
     """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    partners = _partners(dims, HEAD_DIM, DISTANCE)
     x = _head_values(heads + dims, mask, part_stride, NUM_PARTS, DTYPE).to(tl.float32)
     partner = _head_values(heads + partners, mask, part_stride, NUM_PARTS, DTYPE).to(tl.float32)
-    if norm is not None:
+    if norm is not None and not NORMS_LAST:
         inverse = inverse_rms(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
         weight = tl.load(norm + dims, mask=mask, other=0.0).to(tl.float32)
         partner_weight = tl.load(norm + partners, mask=mask, other=0.0).to(tl.float32)
         x = rms_normed(x, inverse, weight, DTYPE, OFFSET).to(tl.float32)
         partner = rms_normed(partner, inverse, partner_weight, DTYPE, OFFSET).to(tl.float32)
-    return turned(x, partner, cosine, sine, 1, DTYPE, True)
+    x = turned(x, partner, cosine, sine, 1, DTYPE, True)
+    if norm is not None and NORMS_LAST:
+        wide = x.to(tl.float32)
+        inverse = inverse_rms(tl.sum(wide * wide, axis=1), HEAD_DIM, eps)[:, None]
+        weight = tl.load(norm + dims, mask=mask, other=0.0).to(tl.float32)
+        x = rms_normed(wide, inverse, weight, DTYPE, OFFSET)
+    return x
 
 
 @triton.jit
@@ -153,7 +187,8 @@ def _finish(maximum, total, acc):
 def prefix_kernel(
     qkv, cos, sin, q_norm, k_cache, v_cache, block_tables, context_lens, items, num_items, partial_outputs,
     partial_lses, qkv_stride, part_stride, k_stride, v_stride, table_stride, scale_log2, eps,
-    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, DISTANCE: tl.constexpr, NORMS_LAST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
     NUM_FIELDS: tl.constexpr, IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -194,10 +229,10 @@ def prefix_kernel(
         end_tile = tl.where(tl.max(contexts, 0) > 0, end_page * TILES_PER_PAGE, first_tile)
         table = block_tables + tl.load(item + NUM_FIELDS) * table_stride
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
-        cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
+        cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM, DISTANCE)
         q = _rotated(
             q_heads, part_stride, dims[None, :], mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
-            cos.dtype.element_ty,
+            DISTANCE, NORMS_LAST, cos.dtype.element_ty,
         )  # fmt: skip
         maximum = tl.full([NUM_QUERIES], _LOWEST, tl.float32)
         total = tl.zeros([NUM_QUERIES], tl.float32)
@@ -228,7 +263,8 @@ def suffix_kernel(
     qkv, cos, sin, q_norm, k_norm, slots, k_cache, v_cache, block_tables, context_lens, prefix_lens,
     first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, part_stride, k_stride,
     v_stride, table_stride, out_stride, num_prefix_slots, scale_log2, eps,
-    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, DISTANCE: tl.constexpr, NORMS_LAST: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HAS_PREFIXES: tl.constexpr, IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -290,14 +326,14 @@ def suffix_kernel(
     k_heads = row_heads + (NUM_HEADS + kv_head + copies) * HEAD_DIM
     is_new = is_query & (slot >= 0) & (split == NUM_SPLITS - 1)
     new_mask = is_new[:, None] & (dims < HEAD_DIM)
-    cosine, sine = _angles(cos, sin, context - 1, dims, mask, HEAD_DIM)
+    cosine, sine = _angles(cos, sin, context - 1, dims, mask, HEAD_DIM, DISTANCE)
     q = _rotated(
         q_heads, part_stride, dims, mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
-        cos.dtype.element_ty,
+        DISTANCE, NORMS_LAST, cos.dtype.element_ty,
     )  # fmt: skip
     k = _rotated(
         k_heads, part_stride, dims, new_mask, cosine, sine, k_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
-        cos.dtype.element_ty,
+        DISTANCE, NORMS_LAST, cos.dtype.element_ty,
     )  # fmt: skip
     v_heads = k_heads + NUM_KV_HEADS * HEAD_DIM
     v = _head_values(v_heads + dims, new_mask, part_stride, NUM_PARTS, cos.dtype.element_ty)

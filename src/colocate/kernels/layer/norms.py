@@ -45,11 +45,12 @@ def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     offset: float | None = None,
     factor: Tensor | None = None,
     row_factors: Tensor | None = None,
+    output_weight: Tensor | None = None,
     *,
     follows_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -60,10 +61,11 @@ def add_rms_norm(
             [parts, T, hidden] float32, contiguous, which are summed in their order and rounded to the type of
             the residual (`streamed.product`).
         residual: [T, hidden], rows contiguous; None: there is none yet.
-        weight: [hidden], the norm's.
-        offset: added to the weight; see `definitions.rms_norm`.
+        weight: [hidden], the norm's; None: there is none, and the sum is returned twice.
+        offset: added to the weights; see `definitions.rms_norm`.
         factor: [] float32, a power of two: the norm is divided by it and returned as e4m3.
         row_factors: [T] float32, powers of two, by which rows of `x`, not in parts, are multiplied before.
+        output_weight: [hidden], of a norm of `x` itself before it is added to a residual.
         follows_kernel: what comes before on the stream is a kernel, whose end the norm may overlap with;
             between ranks that split the weights it is a copy, or another stream's event.
 
@@ -74,18 +76,25 @@ def add_rms_norm(
     # 8 values a thread: one 16-byte load of bfloat16.
     tile = 1, block, min(max(block // 256, 1), 16)
     overlaps = follows_kernel and can_overlap(x)
-    return _norm(x, residual, weight, eps, offset, *tile, factor, row_factors, overlaps=overlaps)
+    return _norm(
+        x, residual, weight, eps, offset, *tile, factor, row_factors, output_weight, overlaps=overlaps
+    )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
-    """`train.operations.rms_norm` of x [T, hidden], rows contiguous, several short ones a program."""
-    return _norm(x, None, weight, eps, offset, *_tile(x.shape[1]))[0]
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`train.operations.rms_norm` of x [T, hidden], rows contiguous, several short ones a program; `out` may
+    be `x`, or have rows any distance apart."""
+    normed, _ = _norm(x, None, weight, eps, offset, *_tile(x.shape[1]), out=out)
+    assert normed is not None, "there is a weight"
+    return normed
 
 
 def _norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     offset: float | None,
     rows: int,
@@ -93,39 +102,52 @@ def _norm(
     num_warps: int,
     factor: Tensor | None = None,
     row_factors: Tensor | None = None,
+    output_weight: Tensor | None = None,
     *,
     overlaps: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_parts = len(x) if x.dim() == 3 else 1
     num_rows, hidden_size = x.shape[-2:]
     assert x.stride(-1) == 1, "a row of x must be contiguous"
     assert x.dim() == 2 or (x.is_contiguous() and residual is not None), "parts have gaps, or no residual"
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
-    assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
-    assert row_factors is None or residual is not None, "rows with factors are added to a residual"
+    for own in (weight, output_weight):
+        assert own is None or (own.is_contiguous() and own.shape == (hidden_size,)), (
+            f"weight is not [{hidden_size}]"
+        )
+    for read in (row_factors, output_weight):
+        assert read is None or residual is not None, "rows with factors or a norm are added to a residual"
     dtype = x.dtype if residual is None else residual.dtype
-    normed_dtype = dtype if factor is None else e4m3.DTYPE
-    normed = torch.empty((num_rows, hidden_size), dtype=normed_dtype, device=x.device)
-    summed = x if residual is None else torch.empty_like(normed, dtype=dtype)
+    if weight is None and residual is None:
+        return x, x
+    shape, normed = (num_rows, hidden_size), out
+    stride = None if out is None else out.stride(0)
+    if weight is not None and out is None:
+        normed_dtype = dtype if factor is None else e4m3.DTYPE
+        normed = torch.empty(shape, dtype=normed_dtype, device=x.device)
+    summed = x if residual is None else torch.empty(shape, dtype=dtype, device=x.device)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, factor, row_factors, normed, summed, x.stride(-2),
+        x, residual, weight, output_weight, factor, row_factors, normed, summed, x.stride(-2),
         0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows,
-        BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=num_warps,
+        BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps, NORMED_STRIDE=stride, launch_pdl=overlaps,
+        num_warps=num_warps,
     )  # fmt: skip
-    return normed, summed
+    return summed if normed is None else normed, summed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, residual, weight, factor, row_factors, normed, summed, x_stride, residual_stride, eps, num_rows,
-    hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x, residual, weight, output_weight, factor, row_factors, normed, summed, x_stride, residual_stride, eps,
+    num_rows, hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PARTS: tl.constexpr, OVERLAPS: tl.constexpr, NORMED_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`.
 
     `x` is the sum of NUM_PARTS matrices that lie one behind the other, its rows yet to be multiplied by
-    `row_factors` [T] if these are given. With `factor` the norm is divided by it and rounded to the type of
-    `normed` after that of `summed`.
+    `row_factors` [T] if these are given, and then normed with `output_weight` if that is given. With `factor`
+    the norm is divided by it and rounded to the type of `normed` after that of `summed`. Without `weight`
+    there is only the sum. Rows of `normed` are NORMED_STRIDE apart; None: they have no gaps.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -133,7 +155,8 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
     dtype = summed.dtype.element_ty
-    weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
+    if weight is not None:
+        weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
     if OVERLAPS:
         gdc_wait()
     value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0)
@@ -143,16 +166,25 @@ def _rms_norm_kernel(
     if row_factors is not None:
         value = value.to(tl.float32) * tl.load(row_factors + rows, mask=rows < num_rows, other=0.0)
     value = value.to(dtype)
+    if output_weight is not None:
+        own_weights = tl.load(output_weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
+        own = value.to(tl.float32)
+        own_inverse = inverse_rms(tl.sum(own * own, axis=1), hidden_size, eps)[:, None]
+        value = rms_normed(own, own_inverse, own_weights, dtype, OFFSET)
     if residual is not None:
         added = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
         tl.store(summed + rows * hidden_size + columns, value, mask=mask)
-    upcast = value.to(tl.float32)
-    inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
-    output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
-    if factor is not None:
-        output = (output.to(tl.float32) / tl.load(factor)).to(normed.dtype.element_ty)
-    tl.store(normed + rows * hidden_size + columns, output, mask=mask)
+    if weight is not None:
+        upcast = value.to(tl.float32)
+        inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
+        output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
+        if factor is not None:
+            output = (output.to(tl.float32) / tl.load(factor)).to(normed.dtype.element_ty)
+        if NORMED_STRIDE is None:
+            tl.store(normed + rows * hidden_size + columns, output, mask=mask)
+        else:
+            tl.store(normed + rows * NORMED_STRIDE + columns, output, mask=mask)
 
 
 def rms_norm_backward(

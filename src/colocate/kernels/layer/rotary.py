@@ -25,10 +25,25 @@ _NUM_WARPS = 4
 
 
 @triton.jit
-def load_halves(pointers, mask, HALF: tl.constexpr):
-    """The first and second halves of heads in float32, given pointers to the first halves."""
+def pair_columns(pairs, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
+    """Where in a head the first value of each pair is, and how far behind it the second
+    (`definitions.Rotation.pair_distance`). Values that are not turned are paired, too: their angle is 0."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if DISTANCE is None:
+        columns, gap = pairs, HALF
+    elif DISTANCE == 1:
+        columns, gap = 2 * pairs, 1
+    else:
+        columns = tl.where(pairs < DISTANCE, pairs, pairs + DISTANCE)
+        gap = tl.where(pairs < DISTANCE, DISTANCE, HALF - DISTANCE)
+    return columns, gap
+
+
+@triton.jit
+def load_pairs(pointers, mask, gap):
+    """The first and second values of pairs in float32, given pointers to the first."""
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + gap, mask=mask, other=0.0).to(tl.float32)
     return first, second
 
 
@@ -49,31 +64,37 @@ def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FU
 
 @triton.jit
 def heads_inverse_rms(first, second, eps, HEAD_DIM: tl.constexpr):
-    """1 / root mean square, [R, 1], of heads that are given as two halves, [R, D / 2] each."""
+    """1 / root mean square, [R, 1], of heads that are given as pairs, [R, D / 2] twice."""
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     return inverse_rms(squares, HEAD_DIM, eps)[:, None]
 
 
 @triton.jit
 def norm_and_turn(
-    first, second, cos, sin, is_query, q_norm, k_norm, columns, mask, eps, DTYPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr,
+    first, second, cos, sin, is_query, q_norm, k_norm, columns, gap, mask, eps, DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr, NORMS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Heads given as two float32 halves, normed (if there are norms) and turned, in the model's type.
+    """Heads given as float32 pairs, normed (if there are norms) and turned, in the model's type; with
+    NORMS_LAST turned and normed.
 
-    `cos` and `sin` point to the angles of the first halves, of the shape of `first`. It is for kernels that
+    `cos` and `sin` point to the angles of the first values, of the shape of `first`. It is for kernels that
     are compiled without fusion of products and sums.
     """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    if q_norm is not None:
+    if q_norm is not None and not NORMS_LAST:
         inverse = heads_inverse_rms(first, second, eps, HEAD_DIM)
-        weights = load_halves(tl.where(is_query, q_norm, k_norm) + columns, mask, HALF)
+        weights = load_pairs(tl.where(is_query, q_norm, k_norm) + columns, mask, gap)
         first = rms_normed(first, inverse, weights[0], DTYPE, OFFSET).to(tl.float32)
         second = rms_normed(second, inverse, weights[1], DTYPE, OFFSET).to(tl.float32)
-    cos_first, cos_second = load_halves(cos, mask, HALF)
-    sin_first, sin_second = load_halves(sin, mask, HALF)
+    cos_first, cos_second = load_pairs(cos, mask, gap)
+    sin_first, sin_second = load_pairs(sin, mask, gap)
     new_first = turned(first, second, cos_first, sin_first, -1, DTYPE, False)
     new_second = turned(second, first, cos_second, sin_second, 1, DTYPE, False)
+    if q_norm is not None and NORMS_LAST:
+        wide_first, wide_second = new_first.to(tl.float32), new_second.to(tl.float32)
+        inverse = heads_inverse_rms(wide_first, wide_second, eps, HEAD_DIM)
+        weights = load_pairs(tl.where(is_query, q_norm, k_norm) + columns, mask, gap)
+        new_first = rms_normed(wide_first, inverse, weights[0], DTYPE, OFFSET)
+        new_second = rms_normed(wide_second, inverse, weights[1], DTYPE, OFFSET)
     return new_first, new_second
 
 
@@ -91,6 +112,8 @@ def rotate_and_store(
     num_heads: int,
     num_kv_heads: int,
     offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> None:
     """`TorchBackend.rotate_and_store`: rotated in place; with a cache in 8 bits keys and values are replaced
     by what was stored, and positions past the tables' last row read that one. A token's part is
@@ -108,44 +131,45 @@ def rotate_and_store(
     block_heads = min(8, triton.next_power_of_2(num_rows))
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_heads))](
         qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv.stride(0), k_cache.stride(0),
-        v_cache.stride(0), cos.shape[0], eps, OFFSET=offset, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim, PAGE_SIZE=page_size, HEAD_BLOCK=head_block, BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, enable_fp_fusion=False,
+        v_cache.stride(0), cos.shape[0], eps, OFFSET=offset, DISTANCE=pair_distance, NORMS_LAST=norms_last,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
+        HEAD_BLOCK=head_block, BLOCK_HEADS=block_heads, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @triton.jit
 def _rotate_and_store_kernel(
     qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv_stride, k_page_stride,
-    v_page_stride, max_len, eps, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    v_page_stride, max_len, eps, OFFSET: tl.constexpr, DISTANCE: tl.constexpr, NORMS_LAST: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """`rotate_and_store` of some heads of one token. Values are stored unturned."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     # Norm weights and angles, too, are read once per head: in the layout of the heads they need no exchange
     # between threads, and all but the first read hit the L1 cache.
-    columns = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
-    HALF: tl.constexpr = HEAD_DIM // 2
+    pairs = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    columns, gap = pair_columns(pairs, HEAD_DIM, DISTANCE)
     dtype = qkv.dtype.element_ty
-    in_half = columns < HALF
+    in_half = pairs < HEAD_DIM // 2
     is_query = heads < NUM_HEADS
     is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & in_half
 
     pointers = qkv + token * qkv_stride + heads * HEAD_DIM + columns
-    first, second = load_halves(pointers, mask, HALF)
+    first, second = load_pairs(pointers, mask, gap)
     position = tl.minimum(tl.load(positions + token), max_len - 1).to(tl.int64)
     angle = position * HEAD_DIM + columns
     new_first, new_second = norm_and_turn(
-        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, in_half, eps, dtype,
-        HEAD_DIM, OFFSET,
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, gap, in_half, eps, dtype,
+        HEAD_DIM, OFFSET, NORMS_LAST,
     )  # fmt: skip
     turns = is_query | is_key if k_cache.dtype.element_ty != tl.uint8 else is_query
     tl.store(pointers, new_first, mask=mask & turns)
-    tl.store(pointers + HALF, new_second, mask=mask & turns)
+    tl.store(pointers + gap, new_second, mask=mask & turns)
 
     slot = tl.load(slots + token).to(tl.int64)
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
@@ -165,10 +189,10 @@ def _rotate_and_store_kernel(
         read_first = (numbers(first) * factors(scales)[:, None]).to(dtype)
         read_second = (numbers(second) * factors(scales)[:, None]).to(dtype)
         tl.store(pointers, read_first, mask=mask & (is_key | is_value))
-        tl.store(pointers + HALF, read_second, mask=mask & (is_key | is_value))
+        tl.store(pointers + gap, read_second, mask=mask & (is_key | is_value))
     places = cache + offset * HEAD_DIM + columns
     tl.store(places, first, mask=mask & is_stored)
-    tl.store(places + HALF, second, mask=mask & is_stored)
+    tl.store(places + gap, second, mask=mask & is_stored)
 
 
 def rotate(
@@ -180,6 +204,8 @@ def rotate(
     k_norm: Tensor | None,
     eps: float,
     offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`train.operations.rotate`: a token's part of `qkv` and the tables are contiguous, of one type."""
     num_tokens, num_parts, head_dim = qkv.shape
@@ -191,9 +217,9 @@ def rotate(
     rows = max(_TILE // block_half, 1)
     num_rows = num_tokens * (num_heads + num_kv_heads)
     _rotate_kernel[(triton.cdiv(num_rows, rows),)](
-        qkv, cos, sin, q_norm, k_norm, q, k, qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
+        qkv, cos, sin, q_norm, k_norm, q, k, qkv.stride(0), eps, num_rows, OFFSET=offset,
+        DISTANCE=pair_distance, NORMS_LAST=norms_last, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k
 
@@ -201,31 +227,31 @@ def rotate(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
     qkv, cos, sin, q_norm, k_norm, q, k, qkv_stride, eps, num_rows, OFFSET: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    DISTANCE: tl.constexpr, NORMS_LAST: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """`rotate` of some queries and keys, in the order of `qkv`: heads of one token, then the next token's."""
-    HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    columns, gap = pair_columns(pairs, HEAD_DIM, DISTANCE)
     token = (row // (NUM_HEADS + NUM_KV_HEADS)).to(tl.int64)
     head = row % (NUM_HEADS + NUM_KV_HEADS)
     is_query = head < NUM_HEADS
-    mask = (row < num_rows) & (columns < HALF)
+    mask = (row < num_rows) & (pairs < HEAD_DIM // 2)
     dtype = qkv.dtype.element_ty
 
     pointers = qkv + token * qkv_stride + head * HEAD_DIM + columns
-    first, second = load_halves(pointers, mask, HALF)
+    first, second = load_pairs(pointers, mask, gap)
     angle = token * HEAD_DIM + columns
     new_first, new_second = norm_and_turn(
-        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, mask, eps, dtype,
-        HEAD_DIM, OFFSET,
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, gap, mask, eps, dtype,
+        HEAD_DIM, OFFSET, NORMS_LAST,
     )  # fmt: skip
     q_row = q + (token * NUM_HEADS + head) * HEAD_DIM
     k_row = k + (token * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
     output = tl.where(is_query, q_row, k_row) + columns
     tl.store(output, new_first, mask=mask)
-    tl.store(output + HALF, new_second, mask=mask)
+    tl.store(output + gap, new_second, mask=mask)
 
 
 def rotate_backward(
@@ -239,6 +265,8 @@ def rotate_backward(
     k_norm: Tensor | None,
     eps: float,
     offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`train.operations.rotate_backward`: gradients of one type, a token's part contiguous in each."""
     num_tokens, num_heads, head_dim = grad_q.shape
@@ -261,8 +289,9 @@ def rotate_backward(
     )
     _rotate_backward_kernel[(num_tiles,)](
         grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q.stride(0),
-        grad_k.stride(0), grad_v.stride(0), qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
+        grad_k.stride(0), grad_v.stride(0), qkv.stride(0), eps, num_rows, OFFSET=offset,
+        DISTANCE=pair_distance, NORMS_LAST=norms_last, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
     )  # fmt: skip
     if sums is None:
         return grad_qkv, None, None
@@ -273,21 +302,22 @@ def rotate_backward(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_backward_kernel(
     grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q_stride, grad_k_stride,
-    grad_v_stride, qkv_stride, eps, num_rows, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    grad_v_stride, qkv_stride, eps, num_rows, OFFSET: tl.constexpr, DISTANCE: tl.constexpr,
+    NORMS_LAST: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """`rotate_backward` of every `num_programs`-th tile of ROWS heads of `qkv`, values included.
 
     With g a head's gradient turned back by its angle, it writes g for heads without norms; with norms, the
     norm's gradient given g (see `rms_norm_backward`), and adds up the weights' gradients in `sums` [programs,
-    2, D], queries' before keys'. Halves of a head (`*_first`, `*_second`) are held apart, as value i turns
-    with value i + D / 2.
+    2, D], queries' before keys'. With NORMS_LAST the norm's gradient comes first, at the turned heads. The
+    values of a pair (`*_first`, `*_second`) are held apart.
     """
-    HALF: tl.constexpr = HEAD_DIM // 2
     NUM_PARTS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     program = tl.program_id(0)
-    columns = tl.arange(0, BLOCK_HALF)[None, :]
-    in_half = columns < HALF
+    pairs = tl.arange(0, BLOCK_HALF)[None, :]
+    columns, gap = pair_columns(pairs, HEAD_DIM, DISTANCE)
+    in_half = pairs < HEAD_DIM // 2
     dtype = grad_qkv.dtype.element_ty
     if q_norm is not None:
         # Sums are kept per row, too, and added up once at the end: no exchange between threads in the loop.
@@ -309,17 +339,24 @@ def _rotate_backward_kernel(
         k_row = grad_k + token * grad_k_stride + (head - NUM_HEADS) * HEAD_DIM
         v_row = grad_v + token * grad_v_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
         pointers = tl.where(is_query, q_row, tl.where(is_value, v_row, k_row)) + columns
-        grad_first, grad_second = load_halves(pointers, mask, HALF)
+        grad_first, grad_second = load_pairs(pointers, mask, gap)
 
         angle = token * HEAD_DIM + columns
-        cos_first, cos_second = load_halves(cos + angle, turns, HALF)
-        sin_first, sin_second = load_halves(sin + angle, turns, HALF)
-        first = grad_first * cos_first + grad_second * sin_second
-        second = grad_second * cos_second - grad_first * sin_first
+        cos_first, cos_second = load_pairs(cos + angle, turns, gap)
+        sin_first, sin_second = load_pairs(sin + angle, turns, gap)
+        if NORMS_LAST:
+            first, second = grad_first, grad_second
+        else:
+            first = grad_first * cos_first + grad_second * sin_second
+            second = grad_second * cos_second - grad_first * sin_first
 
         if q_norm is not None:
             x = qkv + token * qkv_stride + head * HEAD_DIM + columns
-            x_first, x_second = load_halves(x, turns, HALF)
+            x_first, x_second = load_pairs(x, turns, gap)
+            if NORMS_LAST:
+                new_first = turned(x_first, x_second, cos_first, sin_first, -1, dtype, True)
+                new_second = turned(x_second, x_first, cos_second, sin_second, 1, dtype, True)
+                x_first, x_second = new_first.to(tl.float32), new_second.to(tl.float32)
             inverse = heads_inverse_rms(x_first, x_second, eps, HEAD_DIM)
             x_first, x_second = x_first * inverse, x_second * inverse
             grad_weight_first = first * multiplied(x_first, dtype, OFFSET)
@@ -330,24 +367,28 @@ def _rotate_backward_kernel(
             k_sum_first += tl.where(is_query, 0.0, grad_weight_first)
             k_sum_second += tl.where(is_query, 0.0, grad_weight_second)
             norm = tl.where(is_query, q_norm, k_norm) + columns
-            weight_first, weight_second = load_halves(norm, turns, HALF)
+            weight_first, weight_second = load_pairs(norm, turns, gap)
             if OFFSET is not None:
                 weight_first, weight_second = OFFSET + weight_first, OFFSET + weight_second
             first, second = first * weight_first, second * weight_second
             mean = (tl.sum(first * x_first, axis=1) + tl.sum(second * x_second, axis=1))[:, None] / HEAD_DIM
             first = inverse * (first - x_first * mean)
             second = inverse * (second - x_second * mean)
+            if NORMS_LAST:
+                normed_first, normed_second = first, second
+                first = normed_first * cos_first + normed_second * sin_second
+                second = normed_second * cos_second - normed_first * sin_first
 
         first, second = tl.where(is_value, grad_first, first), tl.where(is_value, grad_second, second)
         output = grad_qkv + row.to(tl.int64) * HEAD_DIM + columns
         tl.store(output, first.to(dtype), mask=mask)
-        tl.store(output + HALF, second.to(dtype), mask=mask)
+        tl.store(output + gap, second.to(dtype), mask=mask)
     if q_norm is not None:
         total = sums + program * (2 * HEAD_DIM) + columns
         tl.store(total, tl.sum(q_sum_first, axis=0)[None, :], mask=in_half)
-        tl.store(total + HALF, tl.sum(q_sum_second, axis=0)[None, :], mask=in_half)
+        tl.store(total + gap, tl.sum(q_sum_second, axis=0)[None, :], mask=in_half)
         tl.store(total + HEAD_DIM, tl.sum(k_sum_first, axis=0)[None, :], mask=in_half)
-        tl.store(total + HEAD_DIM + HALF, tl.sum(k_sum_second, axis=0)[None, :], mask=in_half)
+        tl.store(total + HEAD_DIM + gap, tl.sum(k_sum_second, axis=0)[None, :], mask=in_half)
 
 
 def _check(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:

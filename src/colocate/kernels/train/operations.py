@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colocate.kernels import definitions
-from colocate.kernels.definitions import inverse_rms, is_silu, wide
+from colocate.kernels.definitions import has_gate_kernels, inverse_rms, is_silu, is_tanh_gelu, wide
 from colocate.weights.low_rank import LowRank
 
 
@@ -82,6 +82,8 @@ def rotate(
     k_norm: Tensor | None,
     eps: float,
     offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Norms of the heads (Qwen3's), then rotary embedding (Su et al. 2021, arXiv:2104.09864).
 
@@ -91,17 +93,20 @@ def rotate(
         num_heads: H.
         q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
         eps, offset: constants of those norms; see `rms_norm`.
+        pair_distance, norms_last: which values are turned together, and whether norms come after it; see
+            `definitions.Rotation`.
 
     Returns:
         queries [T, H, D] and keys [T, K, D], contiguous.
     """
+    constants = eps, offset, pair_distance, norms_last
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
         from colocate.kernels.layer import rotary
 
-        return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, eps, offset)
+        return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, *constants)
     q, k, _ = _heads(qkv, num_heads)
-    turned_q = definitions.norm_and_rotate(q, q_norm, cos, sin, eps, offset)
-    return turned_q, definitions.norm_and_rotate(k, k_norm, cos, sin, eps, offset)
+    turned_q = definitions.norm_and_rotate(q, q_norm, cos, sin, *constants)
+    return turned_q, definitions.norm_and_rotate(k, k_norm, cos, sin, *constants)
 
 
 def rotate_backward(
@@ -115,6 +120,8 @@ def rotate_backward(
     k_norm: Tensor | None,
     eps: float,
     offset: float | None = None,
+    pair_distance: int | None = None,
+    norms_last: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rotate` with respect to `qkv` (the values' gradient is copied in) and the norms.
 
@@ -132,20 +139,22 @@ def rotate_backward(
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
         from colocate.kernels.layer import rotary
 
-        return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps, offset)
+        constants = eps, offset, pair_distance, norms_last
+        return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, *constants)
     grads: list[Tensor] = []
     weight_grads: list[Tensor | None] = []
     q, k, _ = _heads(qkv, grad_q.shape[1])
     for grad, x, norm in ((grad_q, q, q_norm), (grad_k, k, k_norm)):
-        first, second = (wide(grad) * sin[:, None]).chunk(2, dim=-1)
-        turned = wide(grad) * cos[:, None] + torch.cat((second, -first), dim=-1)
-        if norm is None:
-            grads.append(turned.to(qkv.dtype))
-            weight_grads.append(None)
-        else:
-            grad_x, grad_norm = rms_norm_backward(turned, x, norm, eps, offset=offset)
-            grads.append(grad_x)
-            weight_grads.append(grad_norm)
+        grad_norm = None
+        if norm is not None and norms_last:
+            turned = definitions.rotate(x, cos[:, None], sin[:, None], pair_distance)
+            grad, grad_norm = rms_norm_backward(wide(grad), turned, norm, eps, offset=offset)
+        grad = wide(grad)
+        grad = grad * cos[:, None] - definitions.partners(grad * sin[:, None], pair_distance)
+        if norm is not None and not norms_last:
+            grad, grad_norm = rms_norm_backward(grad, x, norm, eps, offset=offset)
+        grads.append(grad.to(qkv.dtype))
+        weight_grads.append(grad_norm)
     return torch.cat([*grads, grad_v], dim=1), weight_grads[0], weight_grads[1]
 
 
@@ -155,11 +164,14 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     Args:
         low_rank: the adapters' term for `gate_up`, which is not changed.
     """
-    if not (is_silu(activation) and _have_kernels(gate_up)):
+    if not (has_gate_kernels(activation) and _have_kernels(gate_up)):
         return definitions.gate(activation, gate_up, low_rank)
     from colocate.kernels.matmul import gate as kernels
 
-    return kernels.silu_mul(gate_up) if low_rank is None else kernels.silu_mul_low_rank(gate_up, low_rank)
+    is_gelu = is_tanh_gelu(activation)
+    if low_rank is None:
+        return kernels.silu_mul(gate_up, is_gelu=is_gelu)
+    return kernels.silu_mul_low_rank(gate_up, low_rank, is_gelu=is_gelu)
 
 
 def gate_backward(
@@ -181,17 +193,17 @@ def gate_backward(
     Returns:
         [T, 2i] and [T, i].
     """
-    has_kernels = is_silu(activation) and _have_kernels(gate_up)
+    has_kernels, is_gelu = has_gate_kernels(activation) and _have_kernels(gate_up), is_tanh_gelu(activation)
     if has_kernels:
         from colocate.kernels.matmul import gate as kernels
     if has_kernels and low_rank is not None and grad_low_rank is not None:
-        return kernels.silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
+        return kernels.silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank, is_gelu=is_gelu)
     if low_rank is not None:
         gate_up = low_rank.added_to(gate_up)
     if grad_low_rank is not None:
         grad = grad_low_rank.added_to(grad)
     if has_kernels:
-        return kernels.silu_mul_backward(grad, gate_up)
+        return kernels.silu_mul_backward(grad, gate_up, is_gelu=is_gelu)
     gates, up = gate_up.chunk(2, dim=1)
     grad_gates = _activation_backward(wide(grad) * up, activation, wide(gates))
     activated = activation(gates)
