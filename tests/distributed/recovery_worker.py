@@ -33,7 +33,7 @@ from colocate.policy import policy as policy_module
 from colocate.policy.optimizer.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import FrozenCopy
-from colocate.policy.stack.stack import DecoderLayer
+from colocate.policy.stack.layer import DecoderLayer
 from colocate.types import Prompt, SamplingParams
 from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights

@@ -14,12 +14,20 @@ pytestmark = pytest.mark.early
 PARTS_OF_A_RUN = ("keep", "full", "lora", "gathered", "steps")
 CASES = {
     2: [
-        *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in PARTS_OF_A_RUN),
+        *(
+            f"{family} {case}"
+            for family in ("llama-biases", "gemma3_text", "qwen3")
+            for case in PARTS_OF_A_RUN
+        ),
         *("qwen3 steps lora", "qwen2 steps kl", "qwen3 steps lora kl", "bf16", "ghost", "interrupted"),
         *("qwen2 steps rows", "qwen3 steps rows lora", "qwen2 steps rows kl", "qwen3 steps rows lora kl"),
     ],
     4: [
-        *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in ("keep", "steps")),
+        *(
+            f"{family} {case}"
+            for family in ("llama-biases", "gemma3_text", "qwen3")
+            for case in ("keep", "steps")
+        ),
         *("qwen3 steps lora", "qwen2 steps replicas", "qwen2 steps replicas lora"),
     ],
 }

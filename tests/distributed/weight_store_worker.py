@@ -35,16 +35,17 @@ from colocate.policy.head.logprobs import token_logprobs
 from colocate.policy.head.output_head import output_head
 from colocate.policy.policy import Policy, UpdateResult
 from colocate.policy.reference import make_reference
-from colocate.policy.stack import stack as stack_module
+from colocate.policy.stack import layer as layer_module
 from colocate.policy.stack.host_activations import HostActivations
-from colocate.policy.stack.stack import DecoderLayer, DecoderStack
+from colocate.policy.stack.layer import DecoderLayer
+from colocate.policy.stack.stack import DecoderStack
 from colocate.policy.stack.weight_store import WeightStore, gather_full
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.weight_parts import split_weights, splits_of, storage_of
 
 BETA = 0.5
 TEMPERATURE = 0.8
-FAMILIES = ["llama-biases", "qwen2", "qwen3"]
+FAMILIES = ["llama-biases", "gemma3_text", "qwen3"]
 
 
 def make_model(name: str, *, lora: bool = False) -> Any:
@@ -150,7 +151,7 @@ def gradients(mesh: Mesh, name: str, policy: str, *, lora: bool = False) -> Iter
     """Two micro-batches, the MLP of the recomputed one in tiles."""
     whole, samples = make_model(name, lora=lora), own_samples()
     split = Split(whole, mesh)
-    with mock.patch.object(stack_module, "MLP_TILE_TOKENS", 5):
+    with mock.patch.object(layer_module, "MLP_TILE_TOKENS", 5):
         first = split.backward(samples[:1], policy)
         rest = split.backward(samples[1:], policy)
     want = torch.cat([logprobs for logprobs, _ in plain(whole, samples)])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy.checks.self_check import check_stack
-from colocate.policy.stack import stack as stack_module
+from colocate.policy.stack import layer as layer_module
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +102,7 @@ def test_gradients_are_as_near_to_float64_as_transformers(name, lora):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-128"])
 def test_activation_policies_agree(name, dtype, monkeypatch):
-    monkeypatch.setattr(stack_module, "MLP_TILE_TOKENS", 100)
+    monkeypatch.setattr(layer_module, "MLP_TILE_TOKENS", 100)
     model = make_model(name).to("cuda", dtype)
     samples = on_gpu(samples_of(LONG_GROUPS))
     results = [by_stack(model, samples, policy) for policy in ACTIVATION_POLICIES]

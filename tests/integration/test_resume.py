@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ import datasets
 import peft
 import pytest
 import torch
-from small_runs import make_dataset, make_model, make_trainer, read_metrics, without_timings
+from small_runs import VOCAB_SIZE, make_dataset, make_model, make_trainer, read_metrics, without_timings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from colocate.checkpoints import sealed
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
 from processes import FORKS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+import engine_models
 
 NUM_STEPS = 7
 
@@ -98,6 +103,8 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     # Wide enough that most of its moments have 8 bits.
     "offloaded_8bit": dict(model="wide", bf16=True, optim="adamw_bnb_8bit", offload_optimizer=True),
+    "gemma3": dict(model="gemma3_text", num_iterations=2),
+    "glm4": dict(model="glm4", peft_config=lora()),
     "weight_decay_sgd": dict(optim="sgd", weight_decay=0.1, lr_scheduler_type="constant_with_warmup"),
 }
 
@@ -110,6 +117,8 @@ def build(output_dir: Path, case: dict[str, Any], **options: Any) -> Any:
         case["model"] = trained_adapter()
     if case.get("model") == "wide":
         case["model"] = make_model(hidden_size=128)
+    if case.get("model") in engine_models.FAMILIES:
+        case["model"] = engine_models.make_model(case["model"], vocab_size=VOCAB_SIZE)
     return make_trainer(output_dir, **case)
 
 

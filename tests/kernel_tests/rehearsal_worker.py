@@ -1,6 +1,6 @@
 """Engine and policy of a small model compile ahead what they launch afterwards, for a GPU that is not here.
 
-    python rehearsal_worker.py CACHE
+    python rehearsal_worker.py CACHE FAMILY
 
 Triton's driver is the stand-in of `absent_gpu.py`, so tensors are a CPU's and no kernel writes any.
 """
@@ -96,13 +96,13 @@ def step(model: torch.nn.Module) -> None:
         of_targets.sum().backward()
 
 
-def main(cache: str) -> None:
+def main(cache: str, family: str) -> None:
     triton.knobs.cache.dir = cache
     triton.knobs.compilation.listener = stand_in.note
     driver.set_active(stand_in.Driver(90))
     for module in (decoders, rehearsal):
         module.can_compile_ahead = lambda device: True
-    model = make_model("qwen2")
+    model = make_model(family)
     with torch.inference_mode():
         of_rollout = rollout(model)
     print(json.dumps({"rollout": of_rollout, "training": training(model)}))

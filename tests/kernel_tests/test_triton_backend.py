@@ -80,10 +80,27 @@ def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> l
         lambda: make_model("mistral-window"),
         lambda: adapted(make_model("granite"), o_proj=3, down_proj=5),
         lambda: make_model("smollm3"),
+        lambda: make_model("olmo3"),
+        lambda: adapted(make_model("glm4"), o_proj=3, down_proj=5),
+        lambda: make_model("hunyuan_v1_dense"),
+        lambda: make_model("gemma3_text"),
+        lambda: make_model("phi3-partial-rotary"),
         lambda: adapted(make_model("qwen2"), q_proj=3, v_proj=20, o_proj=8, up_proj=2, down_proj=5),
         lambda: adapted(make_model("qwen3"), q_proj=3, k_proj=3, v_proj=3, gate_proj=5, up_proj=17),
     ],
-    ids=["qwen3", "mistral-window", "granite", "smollm3", "adapters", "adapters of gate and up"],
+    ids=[
+        "qwen3",
+        "mistral-window",
+        "granite",
+        "smollm3",
+        "olmo3",
+        "glm4",
+        "hunyuan",
+        "gemma3",
+        "phi3-partial-rotary",
+        "adapters",
+        "adapters of gate and up",
+    ],
 )
 @pytest.mark.share(2)
 def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):

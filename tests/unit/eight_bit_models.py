@@ -79,9 +79,11 @@ def with_8bit_products(model: Any) -> Any:
     """
     for layer in causal_lm(model).model.layers:
         attention, mlp = layer.self_attn, layer.mlp
+        # Gemma has norms before and after, and OLMo after alone.
+        before_mlp = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
         for norm, linears in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            (getattr(layer, "input_layernorm", None), (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (before_mlp if hasattr(layer, "input_layernorm") else None, (mlp.gate_proj, mlp.up_proj)),
             (None, (mlp.down_proj,)),
         ):
             bases = tuple(base_linear(linear) for linear in linears)  # without the adapters around them
@@ -102,13 +104,15 @@ class _Product:
         largest = max(float(self._weight(linear).detach().abs().max()) for linear in self._linears)
         power = power_for(torch.tensor(largest)).to(x.device)
         own = self._weight(self._linear)
-        weight = rounded(own / power) * power
+        in_8bit = rounded(own / power) * power
         if self._norm is None:
             rows = vectors_in_8bit(x.detach().double())
         else:
-            bound = power_for(x.shape[-1] ** 0.5 * self._norm.weight.detach().abs().max())
+            weight = self._norm.weight.detach()
+            weight = 1 + weight if type(self._norm).__name__.startswith("Gemma") else weight
+            bound = power_for(x.shape[-1] ** 0.5 * weight.abs().max())
             rows = rounded(x / bound) * bound
-        output = rows @ weight.t()
+        output = rows @ in_8bit.t()
         output = (output if self._linear.bias is None else output + self._linear.bias).to(x.dtype)
         straight = nn.functional.linear(x, own.to(x.dtype), self._linear.bias)
         return straight + (output - straight).detach()  # the gradient is that of the product that is trained

@@ -5,6 +5,7 @@ Weights are drawn wide, so that the most likely token wins by a margin that roun
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": dict(
         embedding_multiplier=1.7, attention_multiplier=0.3, residual_multiplier=0.45, logits_scaling=1.6
     ),
+    "olmo2": {"pad_token_id": 1},
+    "olmo3": dict(
+        pad_token_id=1,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=6,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": dict(
+                rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=32
+            ),
+        },
+    ),
+    "exaone4": dict(
+        head_dim=12,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=5,
+        sliding_window_pattern=2,
+    ),
+    "ernie4_5": {"head_dim": 12, "use_bias": True},
+    "gemma3_text": dict(
+        head_dim=12,
+        query_pre_attn_scalar=10,
+        sliding_window=5,
+        pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+        },
+    ),
+    "glm": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+    "glm4": {"head_dim": 16, "pad_token_id": 0, "attention_bias": True},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 12, "pad_token_id": 0},
     "smollm3": {"head_dim": 12, "no_rope_layer_interval": 2, "pad_token_id": 0},
     "ministral": {"head_dim": 12, "sliding_window": 7},
     "seed_oss": dict(head_dim=12, attention_out_bias=True, attention_dropout=0.0, residual_dropout=0.0),
@@ -80,6 +115,10 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-biases": (
         "granite",
         {"attention_bias": True, "mlp_bias": True, "logits_scaling": 3, "tie_word_embeddings": True},
+    ),
+    "phi3-partial-rotary": (
+        "phi3",
+        {"num_key_value_heads": 4, **_rope(rope_type="default", partial_rotary_factor=0.75)},
     ),
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "qwen2-window": (
@@ -105,7 +144,11 @@ def config_of(name: str, **overrides: Any) -> Any:
     """The configuration of a family or a variant; overrides come after all that is said above."""
     family, options = _VARIANTS.get(name, (name, {}))
     own = FAMILIES[family] if family in FAMILIES else _WITHOUT_LAYOUT[family]
-    return AutoConfig.for_model(family, **{**_SIZES, **own, **options, **overrides})
+    options = {**_SIZES, **own, **options, **overrides}
+    if "layer_types" in own and "layer_types" not in overrides:  # the pattern of a model of any depth
+        kinds = itertools.cycle(own["layer_types"])
+        options["layer_types"] = list(itertools.islice(kinds, options["num_hidden_layers"]))
+    return AutoConfig.for_model(family, **options)
 
 
 def make_model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -117,6 +160,9 @@ def make_model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
             # Norms and biases start at ones and zeros, which would hide one that is left out.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        embedding = model.get_input_embeddings()
+        if embedding.padding_idx is not None:  # a row of zeros, whose norm divides by the root of eps
+            embedding.weight[embedding.padding_idx] = embedding.weight[[-5, -6]].mean(0)
     return model
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DistributedType
 from engine_models import make_gpt2, make_model
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from colocate.config.grpo_config import GRPOConfig
@@ -89,11 +89,12 @@ def quantised(model, **config):
 
 
 def partly_rotated():
-    config = Phi3Config(
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, partial_rotary_factor=0.5, pad_token_id=0,
+        num_key_value_heads=2, rope_parameters=rope,
     )  # fmt: skip
-    return Phi3ForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize(

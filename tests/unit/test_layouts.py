@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_models import FAMILIES as ENGINE_FAMILIES
 from engine_models import make_lora, make_model
 from torch import nn
 
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack
+from colocate.weights.architectures import ARCHITECTURES
 from colocate.weights.families import FAMILIES
-from colocate.weights.layouts import ARCHITECTURES, causal_lm, has_layout, layout_for
+from colocate.weights.layouts import causal_lm, has_layout, layout_for
+from colocate.weights.weight_parts import why_not_split
 
 
 def replace_weight(model):
@@ -142,13 +145,27 @@ def test_a_layout_goes_with_its_model_and_with_no_copy_of_it(tmp_path):
 
 
 def test_every_list_of_families_names_those_that_have_a_layout():
-    assert {kind.__name__.lower() for kind in ARCHITECTURES} == {
-        f"{name.replace('-', '')}ForCausalLM".lower() for name in FAMILIES
-    }
-    names = "|".join(map(re.escape, FAMILIES))
+    classes = {squeezed(kind.__name__) for kind in ARCHITECTURES}
+    assert classes == {re.sub("[-. ]", "", name).lower() for name in FAMILIES}
+    names = "|".join(map(re.escape, sorted(FAMILIES, key=len, reverse=True)))
     root, family = Path(__file__).parents[2], rf"(?:(?:{names})(?:\.5| 3| 2 and 3| \(2410\))?)"
     listed = re.compile(rf"{family}(?:(?:,| and| or)\s+{family}){{2,}}")
     pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "src").rglob("*.py")]
     found = [(page.name, text) for page in pages for text in listed.findall(page.read_text(encoding="utf-8"))]
-    assert len(found) >= 8
+    assert {name for name, _ in found} >= {"README.md", "options.py"}
     assert [place for place in found if not all(name in place[1] for name in FAMILIES)] == []
+
+
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_the_page_on_installation_has_every_family_and_whether_its_weights_are_split(family):
+    page = (Path(__file__).parents[2] / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = {row.split(" | ")[0].strip("| "): row for row in page.splitlines() if row.startswith("| ")}
+    layout = layout_for(make_model(family, vocab_size=96))
+    (name,) = (
+        name for name in FAMILIES if re.sub("[-. ]", "", name).lower() == squeezed(layout.architecture)
+    )
+    assert rows[name].endswith("| yes |") == (why_not_split(layout, 2) is None)
+
+
+def squeezed(architecture: str) -> str:
+    return architecture.removesuffix("ForCausalLM").replace("_", "").lower()

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma2Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colocate.cli import main
 from colocate.kernels.checks.fallbacks import TESTED
@@ -21,9 +21,9 @@ CONFIGS = {
         vocab_size=151936, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128,
         num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False,
     ),
-    "gemma-3-1b": Gemma3TextConfig(
-        vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, head_dim=256,
-        num_attention_heads=4, num_key_value_heads=1,
+    "gemma-2-2b": Gemma2Config(
+        vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, head_dim=256,
+        num_attention_heads=8, num_key_value_heads=4,
     ),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128,
@@ -264,7 +264,7 @@ def test_a_server_takes_nothing_of_this_device(plan, numbers):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gemma-3-1b", "1.00 billion"), ("Qwen3-30B-A3B", "30.53 billion")]
+    ("name", "size"), [("gemma-2-2b", "2.61 billion"), ("Qwen3-30B-A3B", "30.53 billion")]
 )
 def test_a_model_without_a_layout_is_refused_with_what_is_known(plan, name, size):
     code, printed = plan(name, "--device_name H100")

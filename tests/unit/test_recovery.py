@@ -10,7 +10,7 @@ from colocate.engines.native.model_runner import ModelRunner
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.policy import policy as policy_module
 from colocate.policy.optimizer.optimizer import PolicyOptimizer
-from colocate.policy.stack.stack import DecoderLayer
+from colocate.policy.stack.layer import DecoderLayer
 from colocate.types import Completion, Prompt, SamplingParams
 from tiny import make_trainer
 

@@ -199,7 +199,16 @@ def test_a_preempted_sequence_draws_what_it_would_have(precision):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("make_base", [lambda: make_lora("qwen2"), lambda: make_4bit_model("qwen3")])
+@pytest.mark.parametrize(
+    "make_base",
+    [
+        lambda: make_lora("qwen2"),
+        lambda: make_4bit_model("qwen3"),
+        lambda: make_model("olmo2"),
+        lambda: make_lora("gemma3_text"),
+    ],
+    ids=["lora", "4 bits", "olmo2", "gemma3 lora"],
+)
 def test_adapters_are_added_and_4_bits_are_dequantised_before(make_base):
     reference = make_base()
     engine = NativeEngine(reference, max_num_seqs=4, page_size=4, rollout_precision="fp8")

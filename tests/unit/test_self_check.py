@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from colocate.policy.checks.self_check import check_stack, small_model_of
 from colocate.policy.model.training_mode import disable_dropout
 from colocate.policy.stack.stack import DecoderStack, runs_packed
-from colocate.weights.layouts import WeightPart, causal_lm, layout_for
+from colocate.weights.layouts import ONE_TABLE, WeightPart, causal_lm, layout_for
 from colocate.weights.weight_parts import split_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -48,8 +48,10 @@ def test_every_layout_passes_and_nothing_is_left_changed(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_in_4_bits_pass_with_and_without_adapters(dtype):
-    model = make_4bit_model("qwen3", dtype=dtype)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "hunyuan_v1_dense", "olmo3"])
+@pytest.mark.share(3)
+def test_layers_in_4_bits_pass_with_and_without_adapters(name, dtype):
+    model = make_4bit_model(name, dtype=dtype)
     check_stack(model)
     check_stack(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)))
 
@@ -214,7 +216,7 @@ def test_a_small_model_of_every_layout_passes_and_has_each_kind_of_layer(name):
     small = small_model_of(model)
     check_stack(small)
     kinds, of_small = (
-        [(layer.sliding_window, layer.rotates) for layer in layout_for(m).layers] for m in (model, small)
+        [(layer.sliding_window, layer.rotary) for layer in layout_for(m).layers] for m in (model, small)
     )
     assert of_small == [kind for kind in dict.fromkeys(kinds) for _ in range(2)]
 
@@ -241,9 +243,68 @@ def test_layers_without_rotation_that_are_rotated_are_refused():
     model = make_model("smollm3")
     check_stack(model)
     layout = layout_for(model)
-    assert [layer.rotates for layer in layout.layers] == [True, False]
-    object.__setattr__(layout.layers[1], "rotates", True)
+    assert [layer.rotary for layer in layout.layers] == [ONE_TABLE, None]
+    object.__setattr__(layout.layers[1], "rotary", ONE_TABLE)
     with pytest.raises(ValueError, match="layer 1's output"):
+        check_stack(model)
+
+
+BLOCKS = [
+    # family, of its layout or of a layer's, the block, and what the layout says instead
+    ("olmo2", "layer", "attention_output_norm", None),
+    ("olmo2", "layer", "mlp_output_norm", None),
+    ("olmo2", "layer", "input_norm", "attention_output_norm"),
+    ("olmo2", "layer", "mlp_norm", "mlp_output_norm"),
+    ("olmo3", "layer", "sliding_window", None),
+    ("olmo3", "layer", "rotary", "full_attention"),
+    ("exaone4", "layer", "q_norm", "k_norm"),
+    ("glm4", "layout", "pair_distance", 4),
+    ("glm4", "layer", "mlp_norm", "input_norm"),
+    ("glm", "layout", "pair_distance", None),
+    ("ernie4_5", "layout", "pair_distance", None),
+    ("phi3-partial-rotary", "layout", "pair_distance", 1),
+    ("hunyuan_v1_dense", "layout", "norms_last", False),
+    ("qwen3", "layout", "norms_last", True),
+    ("helium", "layout", "norm_offset", 1.0),
+    ("gemma3_text", "layout", "norm_offset", None),
+    ("gemma3_text", "layout", "embedding_multiplier", 1.0),
+    ("gemma3_text", "layout", "scaling", 12**-0.5),
+    ("gemma3_text", "layer", "rotary", "full_attention"),
+    ("gemma3_text", "layer", "sliding_window", None),
+    ("gemma3_text", "layer", "activation", F.silu),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "block", "instead"), BLOCKS)
+def test_a_layout_that_says_another_block_is_refused(name, where, block, instead):
+    model = make_model(name)
+    check_stack(model)
+    layout = layout_for(model)
+    part = layout if where == "layout" else layout.layers[0]
+    if isinstance(instead, str) and hasattr(part, instead):
+        instead = getattr(part, instead)
+    assert getattr(part, block) != instead
+    object.__setattr__(part, block, instead)
+    with pytest.raises(ValueError, match="layer 0's output differs"):
+        check_stack(model)
+
+
+def test_norms_over_each_head_in_place_of_all_are_refused():
+    model = make_model("olmo2")
+    layout = layout_for(model)
+    for layer in layout.layers:  # the start of each weight, as if it were a head's
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.weight.data[:] = norm.weight.data[: layout.head_dim].repeat(
+                len(norm.weight) // layout.head_dim
+            )
+    check_stack(model)
+    for layer in layout.layers:
+        for name in ("q_norm", "k_norm"):
+            head_norm = nn.Module()
+            head_norm.weight = getattr(layer, name).weight[: layout.head_dim].detach()
+            object.__setattr__(layer, name, head_norm)
+    object.__setattr__(layout, "norms_whole_qk", False)
+    with pytest.raises(ValueError, match="layer 0's output differs"):
         check_stack(model)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy.attention.pack import Pack
+from colocate.policy.stack import layer as layer_module
 from colocate.policy.stack import projections
-from colocate.policy.stack import stack as stack_module
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
@@ -35,7 +35,9 @@ def exact_norms(model):
     """transformers computes norms and rotations in float32 whatever the model's type; here in float64."""
 
     def norm_forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        is_gemmas = not hasattr(self, "variance_epsilon")
+        weight, eps = (1 + self.weight, self.eps) if is_gemmas else (self.weight, self.variance_epsilon)
+        return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -103,7 +105,7 @@ GROUPS = [(6, [4, 1, 7]), (3, [5]), (5, [1, 1]), (2, [9, 3])]
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.share(2)
 def test_every_activation_policy_gives_the_gradients_of_whole_sequences(name, lora, monkeypatch):
-    monkeypatch.setattr(stack_module, "MLP_TILE_TOKENS", 11)
+    monkeypatch.setattr(layer_module, "MLP_TILE_TOKENS", 11)
     model, samples = double_model(name, lora=lora), samples_of(GROUPS)
     want = one_at_a_time(model, samples)
     for share_prompts in (True, False):
@@ -192,7 +194,7 @@ def test_samples_without_a_key_share_nothing():
 @pytest.mark.parametrize("policy", ACTIVATION_POLICIES)
 def test_dropout_in_backward_is_that_of_forward(policy, monkeypatch):
     """Finite differences along the gradient, with the same masks each time."""
-    monkeypatch.setattr(stack_module, "MLP_TILE_TOKENS", 11)
+    monkeypatch.setattr(layer_module, "MLP_TILE_TOKENS", 11)
     model, samples = double_model("llama", lora=True, dropout=0.4), samples_of(GROUPS)
     weights = None
 

@@ -95,7 +95,9 @@ def test_every_part_is_cut_by_its_record():
 @pytest.mark.parametrize(
     ("name", "options", "count", "message"),
     [
-        ("phi3", {}, 2, "keeps the queries', keys' and values' weights in one matrix"),
+        ("phi3", {}, 2, "the weights of queries, keys and values are one matrix"),
+        ("glm4", {}, 2, "the weights of gate and up are one matrix"),
+        ("olmo2", {}, 2, "the norms of queries and keys go over all heads"),
         ("qwen3", {}, 4, "num_key_value_heads=2 cannot be divided by 4"),
         ("llama", {"num_key_value_heads": 4, "intermediate_size": 50}, 4, "intermediate_size=50 cannot"),
         ("llama", {"vocab_size": 97}, 2, r"resize_token_embeddings\(98\)"),

@@ -29,12 +29,13 @@ class EngineOptions:
 
     engine: Annotated[str, OneOf(ENGINE_CHOICES, older=OLDER_NAMES)] = "auto"
     """The engine that generates the completions. "native": decodes with the trainer's own parameters
-    (supported natively: Llama, Mistral, Ministral, Qwen2, Qwen3, Phi-3, SmolLM3, Granite, Seed-OSS, CWM).
-    "vllm": vLLM in the trainer's process. "rollout_server": a server on other GPUs or machines, of the native
-    engine or of vLLM (`colocate rollout-serve`); also written "vllm_server". "transformers":
-    `model.generate`, which is slow and runs any architecture. Distributions of their own bring further
-    engines. "auto": the server with use_vllm=True and vllm_mode="server"; else "native" if the model is
-    supported natively, "vllm" if not and use_vllm=True, and "transformers" in all other cases."""
+    (supported natively: Llama, Mistral, Ministral, Qwen2, Qwen3, Phi-3, Gemma 3, GLM, GLM-4, OLMo 2, OLMo 3,
+    EXAONE 4, ERNIE 4.5, HunYuan Dense V1, SmolLM3, Granite, Helium, Seed-OSS, CWM). "vllm": vLLM in the
+    trainer's process. "rollout_server": a server on other GPUs or machines, of the native engine or of vLLM
+    (`colocate rollout-serve`); also written "vllm_server". "transformers": `model.generate`, which is slow
+    and runs any architecture. Distributions of their own bring further engines. "auto": the server with
+    use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm" if not and
+    use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
     engine="vllm" that engine's own default. With engine="rollout_server" it is the number of requests, for a

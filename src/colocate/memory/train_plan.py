@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 ActivationPolicy = Literal["keep", "selective", "full", "offload"]
 ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
-"""All activation policies, from the fastest to the one that takes least memory (`policy.stack.stack`)."""
+"""All activation policies, from the fastest to the one that takes least memory (`policy.stack.layer`)."""
 
 ENOUGH_TOKENS = 8192
 """Micro-batches of this many tokens keep a GPU's matrix products at full speed. Cutting a larger micro-batch

@@ -131,8 +131,8 @@ def _obstacles(shapes: ModelShapes, workload: Workload, cluster: Cluster, num_pa
         yield f"engine={workload.engine} reads whole weights"
     if shapes.four_bit is not None:
         yield "weights in 4 bits are not split"
-    if shapes.has_joint_qkv:
-        yield "the weights of queries, keys and values are one matrix"
+    if shapes.why_whole is not None:
+        yield shapes.why_whole
     sizes = {
         "attention heads": shapes.num_heads,
         "key-value heads": shapes.num_kv_heads,

@@ -32,7 +32,7 @@ from colocate.memory.train_plan import ActivationPolicy, TrainPlan
 from colocate.memory.workload import Sharding, Workload
 from colocate.policy.attention.cudnn_attention import workspace_bytes
 from colocate.policy.head.logprobs import logprob_bytes
-from colocate.policy.stack.stack import MLP_TILE_TOKENS
+from colocate.policy.stack.layer import MLP_TILE_TOKENS
 from colocate.weights.shapes import ModelShapes
 
 OFFLOAD_SLOWDOWN = 1.02
@@ -136,14 +136,15 @@ class Microbatch:
 
 
 def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: ActivationPolicy) -> int:
-    """Bytes per token that one layer keeps on the device for its backward pass (`policy.stack.stack`)."""
+    """Bytes per token that one layer keeps on the device for its backward pass (`policy.stack.layer`)."""
     b, h = dtype.itemsize, shapes.hidden_size
     if policy == "offload":
         return 0
     if policy == "full":
         return b * h
     lse = max(4, b) * shapes.num_heads
-    kept = b * (2 * h + shapes.qkv_size + shapes.q_size) + lse
+    num_outputs = 2 if shapes.has_output_norms else 0  # those of o and down before their norms
+    kept = b * ((2 + num_outputs) * h + shapes.qkv_size + shapes.q_size) + lse
     return kept + (2 * b * shapes.mlp_size if policy == "keep" else 0)
 
 
@@ -327,7 +328,8 @@ def _layer_backward_bytes(
     base = 2 * tokens * h * b
     if policy in ("full", "offload"):
         # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
-        base += tokens * (b * (shapes.qkv_size + q + h) + 4 * shapes.num_heads)
+        num_hidden = 2 if shapes.has_output_norms else 1  # o's output before its norm, too
+        base += tokens * (b * (shapes.qkv_size + q + num_hidden * h) + 4 * shapes.num_heads)
     # A recomputed MLP runs tile by tile: the first tile is the fullest, the second finds the first one's
     # gradients.
     tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
@@ -342,6 +344,8 @@ def _layer_backward_bytes(
         # A frozen weight is dequantised for its product; weights that read one input one by one, then joined.
         in_products, unpacked = 2 * gate_up_weights * b, max(2 * qkv_weights, o_weights) * b
     activations = h + (0 if policy == "keep" else 2 * i) + 4 * i
+    if shapes.has_output_norms:
+        activations += h  # the gradient of down's output before its norm
     mlp = max(
         found + max(t * b * activations, t * b * 2 * (h + i) + in_products)
         for t, found in ((tile, 0), (later, earlier))
@@ -353,6 +357,8 @@ def _layer_backward_bytes(
         workspace = max(workspace, apart)
     # q and k after rotation, the output's gradient, and the gradients of q, k and v.
     attention = gradients + tokens * b * 3 * (q + kv) + workspace
+    if shapes.norms_whole_qk:  # all of their gradients before and after the norms
+        attention = max(attention, gradients + tokens * b * (3 * q + 4 * kv))
     products = gradients + tokens * b * (shapes.qkv_size + 2 * h) + unpacked
     if not shapes.has_adapters:
         products += qkv_weights * b + (mlp_weights * b if later else 0)

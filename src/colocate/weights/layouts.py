@@ -18,28 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CwmForCausalLM,
-    GraniteForCausalLM,
-    LlamaForCausalLM,
-    MinistralForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    SeedOssForCausalLM,
-    SmolLM3ForCausalLM,
-)
-from transformers.models.cwm.modeling_cwm import CwmAttention, CwmMLP
-from transformers.models.granite.modeling_granite import GraniteAttention, GraniteMLP
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
-from transformers.models.ministral.modeling_ministral import MinistralAttention, MinistralMLP
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
-from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
-from transformers.models.seed_oss.modeling_seed_oss import SeedOssAttention, SeedOssMLP
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention, SmolLM3MLP
 
 from colocate.weights.adapters import (
     adapter_state,
@@ -47,28 +25,17 @@ from colocate.weights.adapters import (
     unreproducible_adapter,
     unsupported_adapters,
 )
+from colocate.weights.architectures import ARCHITECTURES, Blocks
 from colocate.weights.context_length import longest_context
 from colocate.weights.quantized import compute_dtype, is_4bit
 
-ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
-    LlamaForCausalLM: (LlamaAttention, LlamaMLP),
-    MistralForCausalLM: (MistralAttention, MistralMLP),
-    Phi3ForCausalLM: (Phi3Attention, Phi3MLP),
-    Qwen2ForCausalLM: (Qwen2Attention, Qwen2MLP),
-    Qwen3ForCausalLM: (Qwen3Attention, Qwen3MLP),
-    CwmForCausalLM: (CwmAttention, CwmMLP),
-    GraniteForCausalLM: (GraniteAttention, GraniteMLP),
-    MinistralForCausalLM: (MinistralAttention, MinistralMLP),
-    SeedOssForCausalLM: (SeedOssAttention, SeedOssMLP),
-    SmolLM3ForCausalLM: (SmolLM3Attention, SmolLM3MLP),
-}
-"""Causal language model -> the attention and MLP classes whose forward the native engine reproduces."""
-
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
+ONE_TABLE = "all layers"
+"""The key of the only rotary table, where all layers rotate by the same angles."""
 
-RotaryTables = dict[bool, tuple[Tensor, Tensor]]
-"""Cosines and sines by whether a layer rotates; tables of an angle of 0 are there if some layer does not."""
+RotaryTables = dict[str | None, tuple[Tensor, Tensor]]
+"""Cosines and sines by `LayerLayout.rotary`. Where layers do not rotate, the angles of the key None are 0."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +64,29 @@ class LayerLayout:
     gate_up: tuple[nn.Module, ...]
     """The projections to gate and up: two matrices, or one with gate's columns first."""
     down: nn.Module
-    input_norm: nn.Module
-    post_attention_norm: nn.Module
+    input_norm: nn.Module | None
+    """The norm before attention. A layer has one before or after attention, or both, and so for its MLP."""
+    attention_output_norm: nn.Module | None
+    """The norm of what attention adds to the residual."""
+    mlp_norm: nn.Module | None
+    """The norm before the MLP."""
+    mlp_output_norm: nn.Module | None
+    """The norm of what the MLP adds to the residual."""
     q_norm: nn.Module | None
     k_norm: nn.Module | None
     activation: Callable[[Tensor], Tensor]
     sliding_window: int | None
     """A query at position i sees the keys in (i - sliding_window, i]; None: all up to i."""
-    rotates: bool
-    """Whether queries and keys are rotated by their positions (SmolLM3 has layers that do not)."""
+    rotary: str | None
+    """Which of the rotary tables turns queries and keys; None: they are not rotated by their positions."""
+
+    def norms(self) -> tuple[nn.Module, ...]:
+        """The norms that there are, in the order of a forward pass."""
+        norms = (
+            self.input_norm, self.q_norm, self.k_norm, self.attention_output_norm, self.mlp_norm,
+            self.mlp_output_norm,
+        )  # fmt: skip
+        return tuple(norm for norm in norms if norm is not None)
 
     def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
         """The projections in the order of a forward pass, those together that read the same input."""
@@ -127,12 +108,20 @@ class Layout:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
+    norm_offset: float | None
+    """Added to the weights of all norms (`kernels.definitions.rms_norm`); None: they round before it."""
+    norms_whole_qk: bool
+    """Whether `q_norm` and `k_norm` take the root mean square over all heads of a token, not over each."""
+    norms_last: bool
+    """Whether `q_norm` and `k_norm` come after the rotation."""
+    pair_distance: int | None
+    """Which values of a head are turned with one another (`kernels.definitions.Rotation`)."""
     scaling: float
     """Factor on the attention scores: 1 / sqrt(head_dim), or Granite's `attention_multiplier`."""
     embedding_multiplier: float
-    """Factor on the embeddings; 1 but for Granite, as are the next two."""
+    """Factor on the embeddings: 1 but for Granite and Gemma."""
     residual_multiplier: float
-    """Factor on what attention and the MLP add to their input."""
+    """Factor on what attention and the MLP add to their input: 1 but for Granite, as is the next."""
     logits_multiplier: float
     """Factor on the logits, 1 / `logits_scaling`."""
     max_position: int
@@ -195,11 +184,25 @@ class Layout:
         self, positions: Tensor, dtype: torch.dtype, rotary_emb: nn.Module | None = None
     ) -> RotaryTables:
         """The tables of `positions` [T], each [T, D]; `rotary_emb` is a copy of the model's own module."""
-        cos, sin = (rotary_emb or self.rotary_emb)(positions.new_empty(0, dtype=dtype), positions[None])
-        tables = {True: (cos[0], sin[0])}
-        if not all(layer.rotates for layer in self.layers):
-            tables[False] = torch.ones_like(cos[0]), torch.zeros_like(sin[0])
+        rotary_emb, like = rotary_emb or self.rotary_emb, positions.new_empty(0, dtype=dtype)
+        tables: RotaryTables = {}
+        for kind in dict.fromkeys(layer.rotary for layer in self.layers):
+            if kind is None:
+                ones = like.new_ones(len(positions), self.head_dim)
+                tables[kind] = ones, torch.zeros_like(ones)
+            else:
+                of_kind = () if kind == ONE_TABLE else (kind,)
+                cos, sin = rotary_emb(like, positions[None], *of_kind)
+                tables[kind] = self._by_place(cos[0].to(dtype), 1.0), self._by_place(sin[0].to(dtype), 0.0)
         return tables
+
+    def _by_place(self, angles: Tensor, unturned: float) -> Tensor:
+        """Cosines or sines [T, D] for the places of a head, given those that the model's own module made for
+        the part that is turned; the rest is filled with `unturned`."""
+        if self.pair_distance == 1:
+            angles = angles[:, : angles.shape[1] // 2].repeat_interleave(2, dim=1)
+        missing = self.head_dim - angles.shape[1]
+        return nn.functional.pad(angles, (0, missing), value=unturned) if missing else angles
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -311,11 +314,11 @@ def _resolved(base: Any) -> Layout:
     # `dynamic` keeps the unscaled frequencies up to max_position_embeddings.
     longest = longest_context(config)
     attention = base.model.layers[0].self_attn
-    part = weight_part_of(base)
+    part, blocks = weight_part_of(base), ARCHITECTURES[type(base)]
     return Layout(
         architecture=type(base).__name__,
         embed_tokens=base.model.embed_tokens,
-        layers=tuple(_layer_layout(layer, config) for layer in base.model.layers),
+        layers=tuple(_layer_layout(layer, config, blocks) for layer in base.model.layers),
         norm=base.model.norm,
         lm_head=base.lm_head,
         rotary_emb=base.model.rotary_emb,
@@ -324,8 +327,12 @@ def _resolved(base: Any) -> Layout:
         head_dim=attention.head_dim,
         vocab_size=base.lm_head.weight.shape[0] * part.count,
         rms_norm_eps=config.rms_norm_eps,
+        norm_offset=blocks.norm_offset,
+        norms_whole_qk=blocks.norms_whole_qk,
+        norms_last=blocks.norms_last,
+        pair_distance=_pair_distance(base.model.rotary_emb, attention.head_dim, blocks),
         scaling=attention.scaling,
-        embedding_multiplier=float(getattr(base.model, "embedding_multiplier", 1.0)),
+        embedding_multiplier=_embedding_multiplier(base.model),
         residual_multiplier=float(getattr(base.model.layers[0], "residual_multiplier", 1.0)),
         logits_multiplier=1.0 / (getattr(config, "logits_scaling", None) or 1.0),
         max_position=longest.num_tokens or config.max_position_embeddings,
@@ -336,31 +343,63 @@ def _resolved(base: Any) -> Layout:
     )
 
 
-def _layer_layout(layer: Any, config: Any) -> LayerLayout:
+def _layer_layout(layer: Any, config: Any, blocks: Blocks) -> LayerLayout:
     attention, mlp = layer.self_attn, layer.mlp
-    # Most families keep a layer's window on the module, or have none; Mistral and Phi-3 have one for all
-    # layers.
-    window = getattr(attention, "sliding_window", None)
-    if isinstance(attention, (MistralAttention, Phi3Attention)):
-        window = config.sliding_window
-    is_packed = isinstance(attention, Phi3Attention)
+    qkv, gate_up = (
+        (getattr(parent, packed),) if hasattr(parent, packed) else tuple(getattr(parent, n) for n in apart)
+        for parent, packed, apart in (
+            (attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            (mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+        )
+    )
+    input_norm, attention_output_norm, mlp_norm, mlp_output_norm = (
+        None if name is None else getattr(layer, name) for name in blocks.norms
+    )
     return LayerLayout(
-        qkv=(attention.qkv_proj,) if is_packed else (attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=qkv,
         o=attention.o_proj,
-        gate_up=(mlp.gate_up_proj,) if is_packed else (mlp.gate_proj, mlp.up_proj),
+        gate_up=gate_up,
         down=mlp.down_proj,
-        input_norm=layer.input_layernorm,
-        post_attention_norm=layer.post_attention_layernorm,
-        q_norm=getattr(attention, "q_norm", None),
-        k_norm=getattr(attention, "k_norm", None),
-        activation=mlp.activation_fn if is_packed else mlp.act_fn,
-        sliding_window=window,
-        rotates=bool(getattr(attention, "use_rope", True)),
+        input_norm=input_norm,
+        attention_output_norm=attention_output_norm,
+        mlp_norm=mlp_norm,
+        mlp_output_norm=mlp_output_norm,
+        q_norm=getattr(attention, blocks.qk_norms[0], None),
+        k_norm=getattr(attention, blocks.qk_norms[1], None),
+        activation=mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn,
+        sliding_window=blocks.window(attention, config),
+        rotary=_rotary_of(attention, config, blocks),
     )
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+def _embedding_multiplier(model: Any) -> float:
+    scale = getattr(model.embed_tokens, "scalar_embed_scale", None)
+    if scale is None:
+        return float(getattr(model, "embedding_multiplier", 1.0))
+    # Gemma's is rounded to the type of the weights.
+    return torch.tensor(scale, dtype=model.embed_tokens.weight.dtype, device="cpu").item()
+
+
+def _pair_distance(rotary_emb: Any, head_dim: int, blocks: Blocks) -> int | None:
+    if blocks.interleaves:
+        return 1
+    # One frequency for each pair; modules with a table for each kind of layer turn whole heads.
+    frequencies = getattr(rotary_emb, "inv_freq", None)
+    if frequencies is None or len(frequencies) == head_dim // 2:
+        return None
+    return len(frequencies)
+
+
+def _rotary_of(attention: Any, config: Any, blocks: Blocks) -> str | None:
+    if not blocks.rotates(attention, config):
+        return None
+    return config.layer_types[attention.layer_idx] if blocks.rotary_by_kind else ONE_TABLE
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary options, of each kind of layer where they differ by kind."""
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    return [rope] if "rope_type" in rope else [of_kind for of_kind in rope.values() if of_kind is not None]
 
 
 def _unsupported_options(base: Any) -> str | None:
@@ -370,14 +409,14 @@ def _unsupported_options(base: Any) -> str | None:
     config, name = base.config, type(base).__name__
     if (quantization := _unsupported_quantization(config)) is not None:
         return f"{name} is quantised ({quantization})"
-    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, option, None) is not None:
+    for option in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, option, None) not in (None, False):
             return f"{name} sets {option}={getattr(config, option)}"
-    rope = _rope_parameters(config)
-    if rope["rope_type"] not in ROPE_TYPES:
-        return f"RoPE type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"partial_rotary_factor={rope['partial_rotary_factor']} rotates only part of each head"
+    for rope in _rope_parameters(config):
+        if rope["rope_type"] not in ROPE_TYPES:
+            return f"RoPE type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not ARCHITECTURES[type(base)].partial_rotary:
+            return f"partial_rotary_factor={rope['partial_rotary_factor']} rotates only part of each head"
     if unknown := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"layer types {sorted(unknown)} are unknown"
     return None
@@ -397,12 +436,12 @@ def _unsupported_quantization(config: Any) -> str | None:
 
 
 def _unexpected_modules(base: Any) -> str | None:
-    attention_class, mlp_class = ARCHITECTURES[type(base)]
+    blocks = ARCHITECTURES[type(base)]
     for index, layer in enumerate(base.model.layers):
-        for module, expected in ((layer.self_attn, attention_class), (layer.mlp, mlp_class)):
+        for module, expected in ((layer.self_attn, blocks.attention), (layer.mlp, blocks.mlp)):
             if type(module) is not expected:
                 return f"layer {index} has {type(module).__name__} where {expected.__name__} is expected"
-        for projection in chain(*_layer_layout(layer, base.config).projection_groups()):
+        for projection in chain(*_layer_layout(layer, base.config, blocks).projection_groups()):
             linear = base_linear(projection)
             if type(linear) is not nn.Linear and not is_4bit(linear):
                 return f"layer {index} has a projection of type {type(linear).__name__}"
@@ -415,8 +454,8 @@ def _unexpected_modules(base: Any) -> str | None:
                 )
     if type(base.lm_head) is not nn.Linear or base.lm_head.bias is not None:
         return "lm_head is not a plain linear layer without bias"
-    if type(base.model.embed_tokens) is not nn.Embedding:
-        return f"embed_tokens is {type(base.model.embed_tokens).__name__}, not nn.Embedding"
+    if type(base.model.embed_tokens) is not blocks.embedding:
+        return f"embed_tokens is {type(base.model.embed_tokens).__name__}, not {blocks.embedding.__name__}"
     devices = {parameter.device for parameter in base.parameters()}
     if len(devices) > 1:
         return f"the parameters are spread over {sorted(map(str, devices))}"

@@ -14,7 +14,7 @@ from torch import nn
 from colocate.weights.adapters import active_adapters, base_linear, padded_rank
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.quantized import is_4bit
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.weight_parts import splits_of, why_whole
 
 _DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
 """The matrices that PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
@@ -75,10 +75,14 @@ class ModelShapes:
     ranks."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""
-    has_joint_qkv: bool = False
-    """Whether the weights of queries, keys and values are one matrix (Phi-3)."""
+    why_whole: str | None = None
+    """The block that keeps the weights from being split over ranks; None: there is none."""
     num_rotary_tables: int = 1
-    """Tables of cosines and sines: two if some layers do not rotate."""
+    """Tables of cosines and sines: more than one if kinds of layers differ, or some do not rotate."""
+    has_output_norms: bool = False
+    """Whether what attention and the MLP add to their input is normed before."""
+    norms_whole_qk: bool = False
+    """Whether norms of queries and keys go over all heads of a token."""
     num_split_stacked: int = 0
     """How many of `num_stacked` belong to o and down, so that they are split with the weights."""
 
@@ -125,8 +129,10 @@ class ModelShapes:
             adapter_sizes=adapter_sizes,
             num_stacked=_num_stacked(_projections(layout)),
             four_bit=four_bit,
-            has_joint_qkv=len(first.qkv) == 1,
-            num_rotary_tables=1 if all(layer.rotates for layer in layout.layers) else 2,
+            why_whole=why_whole(layout),
+            num_rotary_tables=len({layer.rotary for layer in layout.layers}),
+            has_output_norms=first.attention_output_norm is not None,
+            norms_whole_qk=layout.norms_whole_qk,
             num_split_stacked=_num_stacked(partial),
         )
         return shapes if lora is None else shapes.with_lora(lora)

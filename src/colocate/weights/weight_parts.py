@@ -155,11 +155,23 @@ def storage_of(parameter: Tensor) -> Tensor:
     raise ValueError(f"a parameter of shape {tuple(tensor.shape)} has the strides {tensor.stride()}")
 
 
+def why_whole(layout: Layout) -> str | None:
+    """The block of a model that keeps its weights from being split over ranks; None: there is none."""
+    first = layout.layers[0]
+    if len(first.qkv) == 1:
+        return "the weights of queries, keys and values are one matrix"
+    if len(first.gate_up) == 1:
+        return "the weights of gate and up are one matrix"
+    if layout.norms_whole_qk:
+        return "the norms of queries and keys go over all heads, of which each process would have a part"
+    return None
+
+
 def why_not_split(layout: Layout, count: int) -> str | None:
     """The reason that keeps a model's weights from being split into `count` parts; None: nothing does."""
     first = layout.layers[0]
-    if len(first.qkv) == 1:
-        return f"{layout.architecture} keeps the queries', keys' and values' weights in one matrix"
+    if (block := why_whole(layout)) is not None:
+        return block
     if any(is_4bit(base_linear(module)) for module in chain(*first.projection_groups())):
         return "weights in 4 bits are not split"
     config = getattr(layout.base(), "config", None)
@@ -264,7 +276,11 @@ def empty_parts(model: Any, config: PretrainedConfig, device: torch.device | str
     model.to_empty(device=device)
     model.tie_weights()
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config).to(device)  # its frequencies are a buffer, empty by now
+    # Buffers are empty by now: the frequencies, and the factor on Gemma's embeddings.
+    model.model.rotary_emb = type(rotary)(config).to(device)
+    embedding = model.model.embed_tokens
+    if (scale := getattr(embedding, "scalar_embed_scale", None)) is not None:
+        embedding.embed_scale = torch.tensor(scale, device=device)
 
 
 def random_parts(

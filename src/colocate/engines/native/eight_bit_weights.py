@@ -7,8 +7,8 @@ in the model's type.
 Each group of weights that read the same input is divided by one power of two. e4m3's steps are relative, so a
 factor for each block of 128 would only help weights less than 2^-14 of the largest. The same holds for the
 inputs of q, k, v, gate and up: a norm's outputs are at most √hidden times its largest weight, so their factor
-is known in advance. The inputs of down have no such bound: each row is divided by a factor of its own, so
-that a completion does not depend on the other rows.
+is known in advance. The inputs of down have no such bound, nor have inputs that no norm makes: each row is
+divided by a factor of its own, so that a completion does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class EightBitWeights(WeightMemory[EightBitWeight]):
             low, high = source.aminmax()
             factor[0] = e4m3.factors(e4m3.exponents_for(torch.maximum(-low, high)))
             _quantize(source, factor[0], values)
-            input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1])
+            input_factor[0] = 1.0 if norm is None else _norm_factor(norm, shape[1], layout.norm_offset)
             self._places[base_linear(modules[0])] = EightBitWeight(
                 values, factor[0], input_factor[0], norm is None, layout.dtype
             )
@@ -114,17 +114,18 @@ def _quantize(source: Tensor, factor: Tensor, out: Tensor) -> None:
         place.view(torch.uint8).copy_((part.float() / factor).to(e4m3.DTYPE).view(torch.uint8))
 
 
-def _norm_factor(norm: Tensor, hidden_size: int) -> Tensor:
+def _norm_factor(norm: Tensor, hidden_size: int, offset: float | None) -> Tensor:
     """The power of two, [] float32, by which every output of a norm with weight [hidden] is at most 448."""
-    largest = math.sqrt(hidden_size) * norm.detach().abs().max().float()
+    largest = math.sqrt(hidden_size) * (norm.detach() + (offset or 0.0)).abs().max().float()
     return e4m3.factors(e4m3.exponents_for(largest))
 
 
 def _groups(layout: Layout) -> Iterator[tuple[Sequence[nn.Module], Tensor | None]]:
-    """Layers in 8 bits that read the same input, and the weight of the norm whose output they read."""
+    """Layers in 8 bits that read the same input, and the weight of the norm whose output they read; None:
+    they read no norm's output."""
     for layer in layout.layers:
-        yield layer.qkv, layer.input_norm.weight  # type: ignore[misc]  # a norm has a weight
-        yield layer.gate_up, layer.post_attention_norm.weight  # type: ignore[misc]
+        for modules, norm in ((layer.qkv, layer.input_norm), (layer.gate_up, layer.mlp_norm)):
+            yield modules, None if norm is None else norm.weight  # type: ignore[misc]  # norms have weights
         yield (layer.down,), None
 
 

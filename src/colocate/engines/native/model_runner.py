@@ -40,19 +40,21 @@ class LayerWeights:
         self.o, self.down = (
             PartialProjection(weights, modules, part, in_8bit.of(modules)) for modules in (o, down)
         )
-        self.input_norm = _weight(layer.input_norm)
-        self.post_attention_norm = _weight(layer.post_attention_norm)
-        self.q_norm = None if layer.q_norm is None else _weight(layer.q_norm)
-        self.k_norm = None if layer.k_norm is None else _weight(layer.k_norm)
+        self.input_norm, self.attention_output_norm = map(
+            _weight, (layer.input_norm, layer.attention_output_norm)
+        )
+        self.mlp_norm, self.mlp_output_norm = map(_weight, (layer.mlp_norm, layer.mlp_output_norm))
+        self.q_norm, self.k_norm = map(_weight, (layer.q_norm, layer.k_norm))
         self.activation = layer.activation
         self.sliding_window = layer.sliding_window
-        self.rotates = layer.rotates
+        self.rotary = layer.rotary
+        self._norms = [_weight(norm) for norm in layer.norms()]
 
     def identity(self) -> Iterator[object]:
         """The addresses and shapes that a captured graph of this layer depends on."""
         for projection in (self.qkv, self.o, self.gate_up, self.down):
             yield from projection.identity()
-        for norm in (self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm):
+        for norm in self._norms:
             yield None if norm is None else norm.data_ptr()
 
 
@@ -80,7 +82,10 @@ class ModelRunner:
         self.cache = cache
         self.backend = backend
         self._layers = [LayerWeights(weights, in_8bit, layer, layout.part) for layer in layout.layers]
-        self._norm = _weight(layout.norm)
+        norm = _weight(layout.norm)
+        assert norm is not None, "the last norm has a weight"
+        self._norm = norm
+        self._offset = layout.norm_offset
         self.rotary_tables = rotary_tables
 
     def identity(self) -> tuple[object, ...]:
@@ -157,8 +162,8 @@ class ModelRunner:
     ) -> tuple[Tensor | ScaledRows, Tensor]:
         """Run all decoder layers over token ids [T].
 
-        A layer's output is added to the residual by the norm that follows, so that one kernel does both: the
-        last sum is left to the caller.
+        A layer's output is normed, if the layer says so, and added to the residual by the norm that follows,
+        so that one kernel does all: the last sum is left to the caller.
 
         Args:
             attend: rotates q and k of a layer's packed q, k, v [T, H + 2 K, D], stores keys and values in the
@@ -196,20 +201,56 @@ class ModelRunner:
     ) -> tuple[Tensor | ScaledRows, Tensor]:
         """The attention block of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
-        x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, factor=layer.qkv.input_factor)
-        qkv = layer.qkv(backend, x, in_parts=in_parts).unflatten(-1, (-1, self.layout.head_dim))
-        rotation = Rotation(*self.rotary_tables[layer.rotates], layer.q_norm, layer.k_norm, eps)
+        x, residual = backend.add_rms_norm(
+            x,
+            residual,
+            layer.input_norm,
+            eps,
+            self._offset,
+            layer.qkv.input_factor,
+            self._layers[index - 1].mlp_output_norm if index > 0 else None,
+        )
+        norms_whole = self.layout.norms_whole_qk
+        qkv = layer.qkv(backend, x, in_parts=in_parts and not norms_whole)
+        if norms_whole:
+            self._norm_queries_and_keys(qkv, layer)
+        qkv = qkv.unflatten(-1, (-1, self.layout.head_dim))
+        norms = (None, None) if norms_whole else (layer.q_norm, layer.k_norm)
+        rotation = Rotation(
+            *self.rotary_tables[layer.rotary],
+            *norms,
+            eps,
+            self._offset,
+            self.layout.pair_distance,
+            self.layout.norms_last,
+        )
         attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
         output = layer.o.for_norm(backend, attended.flatten(1), in_parts=in_parts)
         return multiplied(output, self.layout.residual_multiplier), residual
+
+    def _norm_queries_and_keys(self, qkv: Tensor, layer: LayerWeights) -> None:
+        """Norm the queries and keys of qkv [T, (H + 2 K) D] in place, all heads of a token together."""
+        start = 0
+        for norm in (layer.q_norm, layer.k_norm):
+            assert norm is not None, "a model that norms all heads has weights for it"
+            heads = qkv[:, start : start + len(norm)]
+            self.backend.norm_in_place(heads, norm, self.layout.rms_norm_eps, self._offset)
+            start += len(norm)
 
     def _mlp(
         self, index: int, in_parts: bool, x: Tensor | ScaledRows, residual: Tensor | None
     ) -> tuple[Tensor | ScaledRows, Tensor]:
         """The MLP of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
-        factor = layer.gate_up.input_factor
-        x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, factor=factor)
+        x, residual = backend.add_rms_norm(
+            x,
+            residual,
+            layer.mlp_norm,
+            eps,
+            self._offset,
+            layer.gate_up.input_factor,
+            layer.attention_output_norm,
+        )
         in_8bit = layer.down.takes_8bit
         gated = layer.gate_up.gated(backend, layer.activation, x, in_8bit=in_8bit)
         output = layer.down.for_norm(backend, gated, in_parts=in_parts)
@@ -221,7 +262,8 @@ class ModelRunner:
 
     def _normed(self, x: Tensor | ScaledRows, residual: Tensor) -> Tensor:
         # The logits' factor is taken here, so that products and draws of every kind have it.
-        normed = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
+        eps, of_output = self.layout.rms_norm_eps, self._layers[-1].mlp_output_norm
+        normed, _ = self.backend.add_rms_norm(x, residual, self._norm, eps, self._offset, None, of_output)
         return multiplied(normed, self.layout.logits_multiplier)
 
 
@@ -257,6 +299,8 @@ def multiplied(x: Rows, factor: float) -> Rows:
     return x
 
 
-def _weight(norm: nn.Module) -> Tensor:
+def _weight(norm: nn.Module | None) -> Tensor | None:
+    if norm is None:
+        return None
     assert isinstance(norm.weight, Tensor), f"{type(norm).__name__} has no weight"
     return norm.weight

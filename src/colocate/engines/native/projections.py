@@ -59,8 +59,11 @@ class Projection:
 
     @property
     def input_factor(self) -> Tensor | None:
-        """The factor to divide inputs by before they are rounded to 8 bits; None: they stay in 16 bits."""
-        return self.in_8bit.input_factor if self.in_8bit is not None and self.takes_8bit else None
+        """The factor to divide inputs by before they are rounded to 8 bits; None: they stay in 16 bits, or
+        each row has a factor of its own."""
+        if self.in_8bit is None or self.in_8bit.by_row or not self.takes_8bit:
+            return None
+        return self.in_8bit.input_factor
 
     @property
     def takes_8bit(self) -> bool:

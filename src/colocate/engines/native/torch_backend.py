@@ -145,21 +145,31 @@ class TorchBackend:
         self,
         x: Tensor | ScaledRows,
         residual: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | None,
         eps: float,
         offset: float | None = None,
         factor: Tensor | None = None,
+        output_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The RMS norm of x + residual, and x + residual itself, both [T, hidden]; None counts as 0.
 
-        `x` may be in parts (`linear_in_parts`). With a `factor` the norm is divided by it and rounded to
-        e4m3.
+        `x` may be in parts (`linear_in_parts`), and with an `output_weight` it is normed with that before it
+        is added. Without a `weight` the sum is not normed. With a `factor` the norm is divided by it and
+        rounded to e4m3.
         """
         assert isinstance(x, Tensor), "these operations multiply rows by their factors at once"
+        if output_weight is not None:
+            x = definitions.rms_norm(x, output_weight, eps, offset)
         if residual is not None:
             x = x + residual
+        if weight is None:
+            return x, x
         normed = definitions.rms_norm(x, weight, eps, offset)
         return normed if factor is None else (normed.float() / factor).to(e4m3.DTYPE), x
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float, offset: float | None) -> None:
+        """Replace the rows of x [T, n], which may be any distance apart, by their RMS norm."""
+        x.copy_(definitions.rms_norm(x, weight, eps, offset))
 
     def rotate_and_store(
         self,
@@ -183,9 +193,10 @@ class TorchBackend:
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         where = positions.long()
-        cos, sin, eps, offset = rotation.cos[where], rotation.sin[where], rotation.eps, rotation.offset
+        cos, sin = rotation.cos[where], rotation.sin[where]
+        constants = rotation.eps, rotation.offset, rotation.pair_distance, rotation.norms_last
         for heads, norm in ((q, rotation.q_norm), (k, rotation.k_norm)):
-            heads.copy_(definitions.norm_and_rotate(heads, norm, cos, sin, eps, offset))
+            heads.copy_(definitions.norm_and_rotate(heads, norm, cos, sin, *constants))
         self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
 
     def gate(

@@ -23,7 +23,7 @@ from colocate.kernels.checks.fallbacks import is_tested
 from colocate.kernels.decode import sampling, steps
 from colocate.kernels.decode.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.decode.prefixes import SharedPrefixes
-from colocate.kernels.definitions import Rotation, is_silu
+from colocate.kernels.definitions import Rotation, has_gate_kernels, is_silu, is_tanh_gelu
 from colocate.kernels.fp8 import e4m3, quantize
 from colocate.kernels.layer import norms, rotary
 from colocate.kernels.matmul import gate, lora
@@ -218,16 +218,20 @@ class TritonBackend(TorchBackend):
         self,
         x: Tensor | ScaledRows,
         residual: Tensor | None,
-        weight: Tensor,
+        weight: Tensor | None,
         eps: float,
         offset: float | None = None,
         factor: Tensor | None = None,
+        output_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         values, row_factors = x if isinstance(x, ScaledRows) else (x, None)
         is_alone = self.parallel.num_parts == 1
         return norms.add_rms_norm(
-            values, residual, weight, eps, offset, factor, row_factors, follows_kernel=is_alone
+            values, residual, weight, eps, offset, factor, row_factors, output_weight, follows_kernel=is_alone
         )
+
+    def norm_in_place(self, x: Tensor, weight: Tensor, eps: float, offset: float | None) -> None:
+        norms.rms_norm(x, weight, eps, offset, out=x)
 
     def rotate_and_store(
         self,
@@ -253,14 +257,19 @@ class TritonBackend(TorchBackend):
             qkv.shape[1] - 2 * num_kv_heads,
             num_kv_heads,
             rotation.offset,
+            rotation.pair_distance,
+            rotation.norms_last,
         )
 
     def gate(
         self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        if not is_silu(activation):
+        if not has_gate_kernels(activation):
             return super().gate(activation, gate_up, low_rank)
-        return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
+        is_gelu = is_tanh_gelu(activation)
+        if low_rank is None:
+            return gate.silu_mul(gate_up, is_gelu=is_gelu)
+        return gate.silu_mul_low_rank(gate_up, low_rank, is_gelu=is_gelu)
 
     def gated_linear(
         self,

@@ -102,6 +102,7 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     """
     layout = layout_for(model)
     norm: Any = layout.norm
+    layers: Any = causal_lm(model).model.layers
     views: dict[str, Tensor] = {
         "model.embed_tokens.weight": layout.embed_tokens.weight.detach(),
         "model.norm.weight": norm.weight.detach(),
@@ -115,17 +116,10 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
             views[f"{prefix}.{name}.weight"] = fused_view([linear.weight for linear in linears])
             if linears[0].bias is not None:
                 views[f"{prefix}.{name}.bias"] = fused_view([linear.bias for linear in linears])
-        norms: dict[str, Any] = {
-            "input_layernorm": layer.input_norm,
-            "post_attention_layernorm": layer.post_attention_norm,
-            "self_attn.q_norm": layer.q_norm,
-            "self_attn.k_norm": layer.k_norm,
-        }
-        views |= {
-            f"{prefix}.{name}.weight": norm.weight.detach()
-            for name, norm in norms.items()
-            if norm is not None
-        }
+        # vLLM has transformers' names for what it does not fuse.
+        names = {id(module): name for name, module in layers[index].named_modules()}
+        norms: Any = layer.norms()
+        views |= {f"{prefix}.{names[id(norm)]}.weight": norm.weight.detach() for norm in norms}
     return views
 
 

@@ -9,7 +9,8 @@ from colocate.kernels.compile_ahead import can_compile_ahead, compiling
 from colocate.policy.head.logprobs import token_logprobs
 from colocate.policy.head.output_head import output_head
 from colocate.policy.stack.host_activations import HostActivations
-from colocate.policy.stack.stack import DecoderStack, LayerContext
+from colocate.policy.stack.layer import LayerContext
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
 from colocate.weights.layouts import layout_for
 

@@ -27,7 +27,8 @@ from colocate.policy.attention.pack import Pack
 from colocate.policy.head.output_head import output_head
 from colocate.policy.model.training_mode import dropout_rates
 from colocate.policy.stack.host_activations import HostActivations
-from colocate.policy.stack.stack import DecoderStack, LayerContext
+from colocate.policy.stack.layer import LayerContext
+from colocate.policy.stack.stack import DecoderStack
 from colocate.types import Sample
 from colocate.weights.layouts import WHOLE, Layout, causal_lm, layout_for
 from colocate.weights.weight_parts import random_parts
