@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import FAMILIES as ENGINE_FAMILIES
-from engine_models import make_lora, make_model
+from engine_models import config_of, make_lora, make_model
 from torch import nn
+from transformers import AutoModelForCausalLM, Ministral3Config, Qwen3MoeConfig
 
 from colocate.policy.stack.host_activations import HostActivations
 from colocate.policy.stack.stack import DecoderStack
 from colocate.weights.architectures import ARCHITECTURES
 from colocate.weights.families import FAMILIES
-from colocate.weights.layouts import causal_lm, has_layout, layout_for
+from colocate.weights.layouts import causal_lm, has_layout, layout_for, why_no_layout
 from colocate.weights.weight_parts import why_not_split
+
+TINY = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
 
 
 def replace_weight(model):
@@ -165,6 +171,32 @@ def test_the_page_on_installation_has_every_family_and_whether_its_weights_are_s
         name for name in FAMILIES if re.sub("[-. ]", "", name).lower() == squeezed(layout.architecture)
     )
     assert rows[name].endswith("| yes |") == (why_not_split(layout, 2) is None)
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [
+        (
+            config_of("gpt2"),
+            "LayerNorm and of positions without a rotary embedding and of an MLP without a gate",
+        ),
+        (config_of("gemma2"), "soft caps on attention and of soft caps on logits"),
+        (
+            Qwen3MoeConfig(
+                **TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+            ),
+            "a mixture of experts",
+        ),
+        (Ministral3Config(**TINY, head_dim=8), "a scale of queries by position"),
+    ],
+    ids=["gpt2", "gemma2", "qwen3_moe", "ministral3"],
+)
+def test_a_model_without_a_layout_is_told_which_blocks_are_missing(config, blocks):
+    model = AutoModelForCausalLM.from_config(config)
+    assert not has_layout(model)
+    assert why_no_layout(model).startswith(f"{type(model).__name__} has no layout, for lack of {blocks}")
+    with pytest.raises(ValueError, match=f"cannot run this model: .*{blocks}"):
+        layout_for(model)
 
 
 def squeezed(architecture: str) -> str:

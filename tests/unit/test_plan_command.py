@@ -264,12 +264,16 @@ def test_a_server_takes_nothing_of_this_device(plan, numbers):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("gemma-2-2b", "2.61 billion"), ("Qwen3-30B-A3B", "30.53 billion")]
+    ("name", "size", "block"),
+    [
+        ("gemma-2-2b", "2.61 billion", "soft caps on attention"),
+        ("Qwen3-30B-A3B", "30.53 billion", "a mixture of experts"),
+    ],
 )
-def test_a_model_without_a_layout_is_refused_with_what_is_known(plan, name, size):
+def test_a_model_without_a_layout_is_refused_with_what_is_known(plan, name, size, block):
     code, printed = plan(name, "--device_name H100")
     assert code == 1
-    for known in ("has no layout", size, "engine='transformers'", "engine='vllm'", "use_peft=True"):
+    for known in (block, "has no layout", size, "engine='transformers'", "engine='vllm'", "use_peft=True"):
         assert known in printed
 
 

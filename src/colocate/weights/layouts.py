@@ -27,6 +27,7 @@ from colocate.weights.adapters import (
 )
 from colocate.weights.architectures import ARCHITECTURES, Blocks
 from colocate.weights.context_length import longest_context
+from colocate.weights.missing_blocks import missing_blocks
 from colocate.weights.quantized import compute_dtype, is_4bit
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -253,7 +254,7 @@ class _Found:
 
 def has_layout(model: nn.Module) -> bool:
     """Whether the native engine can run this model exactly."""
-    return why_no_layout(model) is None
+    return unreproducible_adapter(model) is None and isinstance(_layout_or_reason(model), Layout)
 
 
 def why_no_layout(model: nn.Module) -> str | None:
@@ -261,7 +262,7 @@ def why_no_layout(model: nn.Module) -> str | None:
     if (reason := unreproducible_adapter(model)) is not None:
         return reason
     layout = _layout_or_reason(model)
-    return layout if isinstance(layout, str) else None
+    return _in_full(layout, model) if isinstance(layout, str) else None
 
 
 def layout_for(model: nn.Module) -> Layout:
@@ -277,7 +278,7 @@ def layout_for(model: nn.Module) -> Layout:
         raise ValueError(reason)
     layout = _layout_or_reason(model)
     if isinstance(layout, str):
-        _refuse(layout)
+        _refuse(_in_full(layout, model))
     return layout
 
 
@@ -292,6 +293,15 @@ def _layout_or_reason(model: nn.Module) -> Layout | str:
             return reason
         found = vars(base)["_found_layout"] = _Found(_resolved(base))
     return found.layout
+
+
+def _in_full(reason: str, model: nn.Module) -> str:
+    """A reason with the blocks of the model that are missing, if it has no layout at all."""
+    base: Any = causal_lm(model)
+    if type(base) in ARCHITECTURES:
+        return reason
+    blocks = missing_blocks(base)
+    return f"{reason}, for lack of {' and of '.join(blocks)}" if blocks else reason
 
 
 def _parts(base: Any) -> list[object]:
