@@ -86,6 +86,7 @@ def quickstart(checkout, request) -> Path:
     text, num_changed = re.subn("max_steps: 200", f"max_steps: {request.param}", QUICKSTART)
     assert num_changed == 1
     recipe.write_text(text)
+    shutil.rmtree(checkout / "runs", ignore_errors=True)
     run("make quickstart", checkout)
     return checkout / "runs" / "quickstart"
 
