@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
             partial_rotary_factor=0.5,
             original_max_position_embeddings=ORIGINAL,
         ),
-        False,
+        True,
     ),
     "of a mixture of experts": (
         "Qwen3Moe",
