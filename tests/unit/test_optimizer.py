@@ -2,6 +2,7 @@
 
 import io
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from colocate.config.grpo_config import GRPOConfig
 from colocate.config.transformers_options import transformers_options
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.model.precision import cast_to_bf16
+from colocate.policy.optimizer.masters import Masters, MasterShards
 from colocate.policy.optimizer.names import ARGUMENTS, REFUSED_OPTIMIZERS
 from colocate.policy.optimizer.names import OPTIMIZERS as NAMES
 from colocate.policy.optimizer.optimizer import PolicyOptimizer
@@ -122,6 +124,21 @@ def test_any_weight_that_somebody_else_has_changed_is_noticed(number, monkeypatc
     assert not optimizer.has_current_masters()
     optimizer.take_parameters()
     assert optimizer.has_current_masters()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_without_rows_of_a_weight_find_it_unchanged(rank):
+    weights = {"scale": torch.ones(()), "few": torch.ones(2, 3), "many": torch.ones(9, 3)}
+    parameters = {name: nn.Parameter(weight.bfloat16()) for name, weight in weights.items()}
+    masters = Masters(
+        parameters, MasterShards(SimpleNamespace(num_replicas=4, replica=rank, replica_group=None))
+    )
+    masters.make({}, {})
+    assert masters.are_current()
+    for name, num_ranks in (("scale", 1), ("few", 2), ("many", 3)):
+        parameters[name].data += 1  # ceil(rows / 4) rows are a rank's, from the first rank on
+        assert masters.are_current() == (rank >= num_ranks), name
+        parameters[name].data -= 1
 
 
 def test_gradients_add_up_in_fp32():

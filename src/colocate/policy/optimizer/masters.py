@@ -17,7 +17,7 @@ and those whose rows n does not divide, are copied into buckets of equal shares,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -88,15 +88,15 @@ class Masters:
     @torch.no_grad()
     def are_current(self) -> bool:
         """Whether the parameters are the masters rounded; not if somebody else has changed the parameters."""
-        rows = [self._own_rows(name) for name in self.of_low]
-        masters = iter(self.of_low.values())
-        differences: list[Tensor] = []
+        pairs = [(self._own_rows(name), master.detach()) for name, master in self.of_low.items()]
+        pairs = [pair for pair in pairs if pair[0].numel()]  # of few rows some ranks have none
+        masters = iter([master for _, master in pairs])
         # A few launches for many tensors, and one wait for all: this is asked before every step and rollout.
-        for bucket in _buckets(rows, [x.nbytes for x in rows]):
-            rounded = [torch.empty_like(x) for x in bucket]
-            torch._foreach_copy_(rounded, [next(masters) for _ in bucket])
-            torch._foreach_sub_(rounded, bucket)
-            differences += torch._foreach_norm(rounded, torch.inf)
+        differences = [
+            difference
+            for bucket in _buckets([rows for rows, _ in pairs], [rows.nbytes for rows, _ in pairs])
+            for difference in _largest_differences(bucket, [next(masters) for _ in bucket])
+        ]
         # NaN, the difference of two NaNs, is not 0 either.
         return not differences or bool((torch.stack(differences) == 0).all())
 
@@ -258,6 +258,14 @@ def sum_over(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
         dist.all_reduce(flat, group=group)
         parts = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+
+
+def _largest_differences(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterable[Tensor]:
+    """The largest difference between each tensor and its master rounded to the tensor's type."""
+    rounded = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(rounded, masters)
+    torch._foreach_sub_(rounded, tensors)
+    return torch._foreach_norm(rounded, torch.inf)
 
 
 def _all_gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
