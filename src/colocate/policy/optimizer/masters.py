@@ -260,7 +260,7 @@ def sum_over(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
         torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
 
-def _largest_differences(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterable[Tensor]:
+def _largest_differences(tensors: list[Tensor], masters: list[Tensor]) -> Iterable[Tensor]:
     """The largest difference between each tensor and its master rounded to the tensor's type."""
     rounded = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(rounded, masters)
