@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
+from colocate.policy.attention.pack import padded
 from colocate.types import Sample
 from colocate.weights.fully_sharded import is_fully_sharded
 from colocate.weights.layouts import body, causal_lm
@@ -53,8 +53,8 @@ def padded_with_router_loss(model: torch.nn.Module, samples: Sequence[Sample]) -
 
 def _padded(rows: Sequence[Tensor]) -> dict[str, Any]:
     return {
-        "input_ids": pad_sequence(list(rows), batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "input_ids": padded(rows),
+        "attention_mask": padded([torch.ones_like(row) for row in rows]),
         "use_cache": False,
     }
 
