@@ -35,9 +35,9 @@ class Rotation:
     eps: float  # of the norms
     offset: float | None = None  # of the norms' weights, see `rms_norm`
     pair_distance: int | None = None
-    """From the first to the second of two values that are turned with one another: 1, neighbours (GLM-4), or
-    half of the part of a head that is turned (Phi-4-mini); None: half of the head. Values that are not turned
-    have an angle of 0 in the tables."""
+    """The distance of two values that are turned with one another: 1, neighbours (GLM-4), or half of the
+    part of a head that is turned (Phi-4-mini); None: half of the head. Values that are not turned have an
+    angle of 0 in the tables."""
     norms_last: bool = False
     """Whether the norms come after the rotation (Hunyuan's)."""
 

@@ -79,7 +79,7 @@ class LayerLayout:
     sliding_window: int | None
     """A query at position i sees the keys in (i - sliding_window, i]; None: all up to i."""
     rotary: str | None
-    """Which of the rotary tables turns queries and keys; None: they are not rotated by their positions."""
+    """The key of the rotary table for queries and keys; None: they are not rotated by their positions."""
 
     def norms(self) -> tuple[nn.Module, ...]:
         """The norms that there are, in the order of a forward pass."""
@@ -116,7 +116,7 @@ class Layout:
     norms_last: bool
     """Whether `q_norm` and `k_norm` come after the rotation."""
     pair_distance: int | None
-    """Which values of a head are turned with one another (`kernels.definitions.Rotation`)."""
+    """The distance of values that are turned with one another (`kernels.definitions.Rotation`)."""
     scaling: float
     """Factor on the attention scores: 1 / sqrt(head_dim), or Granite's `attention_multiplier`."""
     embedding_multiplier: float

@@ -1,4 +1,4 @@
-"""Which blocks of a model the native engine does not compute, for messages."""
+"""Names of the blocks of a model that the native engine does not compute, for messages."""
 
 from __future__ import annotations
 

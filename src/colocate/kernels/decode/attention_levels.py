@@ -54,7 +54,7 @@ def _is_first(dims, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
 
 @triton.jit
 def _partners(dims, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
-    """Where the other values of the pairs are; for values that are not turned, themselves."""
+    """The places of the other values of the pairs; for values that are not turned, their own."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if DISTANCE is None:
         partners = tl.where(dims < HALF, dims + HALF, dims - HALF)

@@ -26,7 +26,7 @@ _NUM_WARPS = 4
 
 @triton.jit
 def pair_columns(pairs, HEAD_DIM: tl.constexpr, DISTANCE: tl.constexpr):
-    """Where in a head the first value of each pair is, and how far behind it the second
+    """The place in a head of each pair's first value, and the distance from there to the second
     (`definitions.Rotation.pair_distance`). Values that are not turned are paired, too: their angle is 0."""
     HALF: tl.constexpr = HEAD_DIM // 2
     if DISTANCE is None:
